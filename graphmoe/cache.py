@@ -45,12 +45,12 @@ class CacheArgs:
 def main(argv: list[str]) -> None:
     args = parse_args(CacheArgs, argv, prog="graphmoe.cache", places=("action",))
     if args.max_size is not None and args.action is not Action.prune:
-        raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
+        raise ConfigError(f"max_size={args.max_size} is for action=prune, not action={args.action.name}")
     max_bytes = None if args.max_size is None else parse_size("max_size", args.max_size)
     folder = compiled_folder(None if args.cache_dir is None else str(args.cache_dir))
     is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_empty and not (folder / TAG_FILE).exists():
-        raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
+        raise ConfigError(f"{folder} is not a compile cache: it has no {TAG_FILE}; set cache_dir=...")
     from graphmoe.runtime.cache.store import CompileCache, holdings, prune, verify  # imports torch
 
     cache = CompileCache(folder)
@@ -122,7 +122,7 @@ def verify_text(document: dict[str, Any]) -> str:
     if damaged:
         lines[0] += f"; set aside: {damaged}"
     for key, paths in document["lacking"].items():
-        lines.append(f"entry {key} goes on without these, which its next job compiles again:")
+        lines.append(f"entry {key} lost these files; its next job compiles them again:")
         lines += [f"  {path}" for path in paths]
     return "\n".join(lines)
 
@@ -137,7 +137,7 @@ def prune_text(document: dict[str, Any], gone: list[Entry]) -> str:
         lines.append(f"damaged files removed: {document['damaged']}")
     if document["waiting_bytes"]:
         size = shown_size(document["waiting_bytes"])
-        lines.append(f"{size} stay for an hour: a job may be about to name them")
+        lines.append(f"{size} are kept for an hour: a job may be about to use them")
     sizes = f"{shown_size(document['bytes_before'])} -> {shown_size(document['bytes_after'])}"
     return "\n".join([*lines, f"{sizes}; stored files removed: {document['files']}"])
 

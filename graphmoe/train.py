@@ -187,7 +187,7 @@ def counted(config: RunConfig, starter: str) -> RunConfig:
         )
     alone = {"write_only": launch.write_only, "fake_world": launch.fake_world is not None, "-m": in_sweep()}
     wrong += [
-        f"{key if key == '-m' else f'launch.{key}'} is for one process; start it without {starter}"
+        f"{key if key == '-m' else f'launch.{key}'} runs in one process; start it without {starter}"
         for key, given in alone.items()
         if given
     ]

@@ -114,7 +114,7 @@ def _path(words: Sequence[str]) -> Path:
         sys.exit(0)
     answer_version(words)
     if not words or words[0].startswith("-") or not all(map(OWN_CODE.fullmatch, words[1:])):
-        raise ConfigError(f"one path is wanted, not {' '.join(words) or 'nothing'}; {usage}")
+        raise ConfigError(f"expected one path, not {' '.join(words) or 'nothing'}; {usage}")
     return Path(words[0]).absolute()
 
 
@@ -149,7 +149,7 @@ def _join(config: RunConfig) -> Ranks:
             )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         why = str(error).partition("\n")[0]
-        raise RunFailed(f"rank {rank} cannot meet the others at {endpoint}: {why}") from error
+        raise RunFailed(f"rank {rank} cannot connect to the others at {endpoint}: {why}") from error
     ranks = Ranks()
     check_places(ranks.gather(place_here()))
     return ranks

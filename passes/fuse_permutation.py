@@ -73,7 +73,7 @@ def fuse_permutation(graph: fx.Graph) -> Rewrites:
     for sort in sorts:
         reader = escape(sort, [])
         if reader is not None and matches and part(reader, aten.sort) == 0 and not is_float(operand(sort)):
-            left.append(f"{name_of(sort)}: stays beside the plan, its sorted ids are read")
+            left.append(f"{name_of(sort)}: is kept beside the plan, since its sorted ids are read")
     absent = f"{len(sorts)} sorts, none of a flat list of expert ids"
     # a model that calls the operations itself, as for dispatched rows, is not expected to match
     if given:

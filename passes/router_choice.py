@@ -162,7 +162,7 @@ def _choice_by(expert: Node, ranking: Node) -> Choice | str | None:
         node, direct = operand(filled), origin(operand(filled)) if direct is filled else None
         found = _group_limit(filled)
         if found is None:
-            return f"{name_of(filled)}: it is not a limit to the best groups"
+            return f"{name_of(filled)}: it does not mask all but the best groups"
         groups = found
     added = origin(node, detached=True)
     for scores, other in operand_pairs(added) if is_op(added, aten.add) else []:

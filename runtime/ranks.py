@@ -90,7 +90,7 @@ def check_places(places: Sequence[Place]) -> None:
         first = places[rank - rank % size]
         if place.local_size != size:
             uneven = f"{number_of(size, 'rank')} on {places[0].host} and {place.local_size} on {place.host}"
-            raise ConfigError(f"{uneven}; start equally many on each node")
+            raise ConfigError(f"{uneven}; start the same number on each node")
         if place.machine != first.machine or not (virtual or place.local_rank == rank % size):
             raise ConfigError(
                 f"rank {rank} is local rank {place.local_rank} of {place.host}, and must be local rank "

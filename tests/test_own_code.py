@@ -252,8 +252,8 @@ def test_an_axis_that_an_attention_does_not_declare_is_refused(axis, own_attenti
 def test_memory_that_an_attention_does_not_declare_is_not_projected_and_it_has_no_family(own_attention):
     run = config(*OWN_ATTENTION, "compile.enabled=true")
     why_not = projected_memory(plan_of(run, 1))["why_not"]
-    assert "the facts of model.attention=own_attention:Mine do not say what its backward keeps" in why_not
-    with pytest.raises(ConfigError, match="no Hugging Face family .*=own_attention:Mine; .* gqa"):
+    assert "the facts of model.attention=own_attention:Mine do not say what its backward saves" in why_not
+    with pytest.raises(ConfigError, match="no known Hugging Face family .*=own_attention:Mine; .* gqa"):
         to_hf_config(run.model)
 
 
@@ -307,8 +307,8 @@ def test_a_layer_compiles_to_what_it_is(own_layers, tmp_path, as_traced):
 
 def test_what_is_not_known_of_a_layer_is_refused(own_layers):
     run = config("model.layer=own_layers:Sandwich", "compile.enabled=true")
-    assert "model.layer=own_layers:Sandwich keeps what is" in projected_memory(plan_of(run, 1))["why_not"]
-    with pytest.raises(ConfigError, match="no Hugging Face family .*=own_layers:Sandwich; .* standard"):
+    assert "model.layer=own_layers:Sandwich saves unknown" in projected_memory(plan_of(run, 1))["why_not"]
+    with pytest.raises(ConfigError, match="no known Hugging Face family .*=own_layers:Sandwich; .* standard"):
         to_hf_config(run.model)
     standard = count_parameters(replace(run.model, layer="standard"))["total"]["full"]
     assert count_parameters(run.model)["total"]["full"] == standard + run.model.hidden_size

@@ -71,7 +71,7 @@ def test_a_configuration_written_for_the_processor_of_this_machine_says_so(tmp_p
         ("model: {num_layer: 3}", "unknown key 'model.num_layer' in {}; did you mean 'model.num_layers'?"),
         ("train: {steps: many}", "train.steps in {}: Value 'many'"),
         ("train: {micro_batch_size: 3}", "train.global_batch_size=16 is not a multiple"),
-        ("a: [", "{} is no YAML: "),
+        ("a: [", "{} is not YAML: "),
         ("just words", "{} holds no keys of a configuration"),
     ],
 )

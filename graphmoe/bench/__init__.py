@@ -103,7 +103,7 @@ def ranks_of(args: BenchArgs, gpus: int) -> int:
 
 def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
     if args.repeats < 1:
-        yield f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20"
+        yield f"repeats={args.repeats} must be 1 or more, such as repeats=20"
     if not 1 <= args.limit_s <= MOST_S:
         yield f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120"
     for name, suites in OF_SUITES.items():
@@ -121,7 +121,7 @@ def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
         yield "shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto"
     yield from file_problems("out", args.out, f"{args.suite.name}.json")
     if args.suite is SuiteName.ladder and args.out is not None and not is_installed("matplotlib"):
-        yield f"out={args.out} brings a chart, which needs matplotlib: {FOR_PLOTS}"
+        yield f"out={args.out} writes a chart, which needs matplotlib: {FOR_PLOTS}"
 
 
 def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
@@ -133,15 +133,15 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
         )
     if args.suite not in (SuiteName.dispatch, SuiteName.calibrate):
         if size > 1:
-            yield f"{name} is for one process; start it with python -m graphmoe.bench"
+            yield f"{name} runs in one process; start it with python -m graphmoe.bench"
     elif size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
-        yield f"{name} is for the ranks of one node; use torchrun --nnodes=1"
+        yield f"{name} runs on one node; use torchrun --nnodes=1"
     elif 0 < gpus < size:
         yield f"{name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
     ranks = ranks_of(args, gpus)
     if args.suite is SuiteName.ladder and ranks < 2:
         given = f"nproc={ranks}" if args.nproc is not None else f"{ranks} visible GPU"
-        yield f"{given}: the rungs of suite=ladder share experts between GPUs; use nproc=2 or more"
+        yield f"{given}: suite=ladder distributes experts over GPUs; use nproc=2 or more"
     elif ranks < 1:
         yield f"nproc={ranks} must be 1 or more"
     elif 0 < gpus < ranks:
@@ -160,7 +160,6 @@ def card_of_device(device: torch.device) -> Card:
             return card
     known = ", ".join(card.name for card in CARDS.values())
     raise ConfigError(
-        f"suite=calibrate and suite=projection need a card's peaks, and this GPU, {name}, is none that is "
-        f"known; run it on a whole one of {known}, those of NVIDIA in the form SXM or HGX: MIG slices, PCIe, "
-        "NVL, GH200 and GB200 have other peaks"
+        f"suite=calibrate and suite=projection need a GPU with known peak rates, not {name}; use one of "
+        f"{known} (of NVIDIA's cards the SXM or HGX form, and no MIG slice)"
     )

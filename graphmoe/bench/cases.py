@@ -185,7 +185,7 @@ def run_cases(
         if len(names) > MOST_NAMED:
             parts = (name.rpartition("/") for name in names)
             names = [*dict.fromkeys(f"{start}/..." if start else name for start, _, name in parts)]
-        raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases are {', '.join(names)}")
+        raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases: {', '.join(names)}")
     cases = [case for case in cases if not only or case.name.startswith(tuple(only))]
     rows: list[Row] = []
     for number, case in enumerate(cases, start=1):
@@ -213,7 +213,7 @@ def keep(out: Path | None, rows: Sequence[Row]) -> None:
             with rows_file(out).open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
-        log.warning("rows cannot be saved while the suite runs: %s", error)
+        log.warning("intermediate results cannot be saved: %s", error)
 
 
 def rows_file(out: Path) -> Path:

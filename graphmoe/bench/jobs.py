@@ -197,7 +197,7 @@ def _run_job(words: Sequence[str], limit_s: float, printed: Path) -> None:
             raise CaseFailed(late) from None
     if status:
         text = printed.read_text(encoding="utf-8", errors="replace").strip()
-        log.error("the end of what the job printed:\n%s", text[-SHOWN:])
+        log.error("the last lines of the job's output:\n%s", text[-SHOWN:])
         found = re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL)
         how = f"ended with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
         last = text.rpartition("\n")[2]

@@ -60,7 +60,7 @@ class RankGroup(Ranks):
         try:
             errors = self.gather(failed)
         except RuntimeError as error:
-            log.error("rank %d of %d ends: the ranks did not come together: %s", self.rank, self.size, error)
+            log.error("rank %d of %d exits: the ranks could not connect: %s", self.rank, self.size, error)
             sys.stdout.flush()
             os._exit(1)  # other ends of a process wait for its GPU, which may wait for other ranks
         if found := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:

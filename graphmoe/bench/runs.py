@@ -104,8 +104,8 @@ def _scopes(text: str) -> list[str]:
         listed = {name.strip() for name in names[1].split(",")} if names else {scope}
         if not listed <= {*(CAPTURABLE if names else whole)}:
             raise ConfigError(
-                f"scopes={scope}: use any of {', '.join(whole)}, and lists of {', '.join(CAPTURABLE)} in "
-                "brackets of their own, such as scopes=[none,[attn,loss]]"
+                f"scopes={scope}: use {', '.join(whole)}, or a list in brackets of any of "
+                f"{', '.join(CAPTURABLE)}, such as scopes=[none,[attn,loss]]"
             )
     if not scopes:
         raise ConfigError("scopes= is empty; use scopes=none,full_iteration or more of them")
@@ -160,7 +160,7 @@ def ladder_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[R
         if (key := key_of(word)) in of_rungs:
             raise ConfigError(f"overrides={word}: rung {of_rungs[key]} sets {key}; choose rungs by only=...")
         if re.match(r"(parallel|launch)\b", key):
-            raise ConfigError(f"overrides={word}: all GPUs of one node are along parallel.ep; use nproc=...")
+            raise ConfigError(f"overrides={word}: the suite puts all GPUs into parallel.ep; use nproc=...")
     shape = WHOLE if full else ("data.seq_len=16", *TINY)
     sizes = args.micro_batch_sizes or ([2, 4] if full else [1, 2])
     rungs = [(name, what, words, sizes[0]) for name, (what, words) in RUNGS.items()]

@@ -127,7 +127,7 @@ class _ReadFileSystem(FileSystem):
             raise
         except Exception as error:  # torch raises a different class for each kind of invalid content
             raise CheckpointError(
-                f"{path} holds other than what graphmoe wrote ({type(error).__name__}); nothing in it was run"
+                f"{path} was not written by graphmoe ({type(error).__name__}); nothing in it was run"
             ) from error
 
 

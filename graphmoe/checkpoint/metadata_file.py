@@ -99,7 +99,7 @@ def read_metadata(folder: Path) -> Metadata:
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is not what a checkpoint of graphmoe has: {why}") from error
     for name in {part.relative_path for part in saved.storage_data.values()} - files_in(folder):
-        raise CheckpointError(f"{folder / name} is to be read, but {MANIFEST} does not name it")
+        raise CheckpointError(f"{folder / name} is not listed in {MANIFEST}")
     return saved
 
 
@@ -123,7 +123,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = self._records.get((module, name)) or _VALUES.get((module, name))
         if found is None:
-            raise pickle.UnpicklingError(f"the pickle names {module}.{name}, which no checkpoint holds")
+            raise pickle.UnpicklingError(f"the pickle names {module}.{name}, which no checkpoint contains")
         return found
 
 
@@ -134,7 +134,7 @@ def _metadata(read: _Metadata) -> Metadata:
     }
     for part in stored.values():
         if not is_file_name(part.relative_path):
-            raise ValueError(f"an entry lies in '{part.relative_path}', which is no file of its folder")
+            raise ValueError(f"an entry lies in '{part.relative_path}', which is not a file of its folder")
     entries = {name: _entry(name, each) for name, each in read.state_dict_metadata.items()}
     for name, entry in entries.items():
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
@@ -152,7 +152,7 @@ def _entry(name: str, found: _Bytes | _Tensor) -> BytesStorageMetadata | TensorS
         if len(ends) != len(found.size) or any(e > most for e, most in zip(ends, found.size, strict=True)):
             raise ValueError(f"a part of {name} ends at {ends}, outside of its shape {list(found.size)}")
     if sum(math.prod(chunk.sizes) for chunk in found.chunks) != math.prod(found.size):
-        raise ValueError(f"the parts of {name} are not all of its {math.prod(found.size)} elements")
+        raise ValueError(f"the parts of {name} do not cover its {math.prod(found.size)} elements")
     if _some_overlap(found.chunks):
         raise ValueError(f"parts of {name} overlap")
     dtype = found.properties.state[0]

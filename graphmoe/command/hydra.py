@@ -198,7 +198,7 @@ def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
     steps = next((word for word in words if word.lstrip("+").startswith("train.steps=")), None)
     for key in ("tokens", "epochs"):
         if steps and (value := getattr(config.train, key)) is not None:
-            raise ConfigError(f"{steps} and train.{key}={value} both say how long the run is; leave one out")
+            raise ConfigError(f"{steps} and train.{key}={value} both set the run's length; leave one out")
 
 
 def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str] | None = ()) -> RunConfig:
@@ -214,7 +214,7 @@ def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str]
             f"python -m graphmoe.train launch.write_only=true writes"
         ) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} holds no keys of a configuration; give the resolved.yaml of a run")
     try:

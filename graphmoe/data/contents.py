@@ -104,7 +104,7 @@ def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
     sums = _read_sums(sums_path)
     for path in pair(prefix):
         if path.name not in sums:
-            raise DataError(f"{sums_path} has no sum of {path.name}; write it again, or remove it")
+            raise DataError(f"{sums_path} has no checksum of {path.name}; write it again, or remove it")
     file = dataclasses.replace(read_token_file(prefix, sums=sums), compared=compare)
     for path in pair(prefix) if compare else ():
         if _sha256_of(path) != sums[path.name]:

@@ -101,12 +101,12 @@ def corpus_of_files(
     for path, times in Counter(path for group in found for path in group).items():
         if times > 1:
             raise ConfigError(
-                f"data.paths names {path} twice, with a weight each; leave it out of one of them"
+                f"data.paths names {path} in two entries with a weight each; remove it from one of them"
             )
     train = [[path for path in group if path not in set(val)] for group in found]
     num_found, num_train = (sum(map(len, groups)) for groups in (found, train))
     if num_train < num_found:
-        log.info("data: for validation only: %s of data.paths", number_of(num_found - num_train, "file"))
+        log.info("data: used for validation only: %s of data.paths", number_of(num_found - num_train, "file"))
     if not all(train):
         raise ConfigError("data.paths names only files of data.val_paths; nothing is left to train on")
     files = [read(group, bad) for group in train]

@@ -73,7 +73,7 @@ class Loader:
         """Continue after the samples that ``state`` counts. *Raises* ConfigError if the data differ."""
         if state["fingerprint"] != self.samples.fingerprint:
             raise ConfigError(
-                f"the data is not that of the checkpoint (it has {state['fingerprint']}, now it is "
+                f"the data is not that of the checkpoint (checkpoint: {state['fingerprint']}, now: "
                 f"{self.samples.fingerprint}), so the token stream cannot continue where it stopped; restore "
                 "the files and the data section, or start a new run folder with hydra.run.dir=..."
             )
@@ -81,8 +81,8 @@ class Loader:
         same_kind = theirs.partition(":")[0] == ours.partition(":")[0]  # others cannot be compared
         if same_kind and theirs != ours:
             raise ConfigError(
-                "the data has documents as long as those of the checkpoint, with other tokens or another "
-                f"dtype (it has {theirs}, now it is {ours}); restore the files, or start a new run folder "
+                "the data has other tokens, or another dtype, than the checkpoint's, in documents of equal "
+                f"lengths (checkpoint: {theirs}, now: {ours}); restore the files, or start a new run folder "
                 "with hydra.run.dir=... (checkpoint.init_from takes over the weights)"
             )
         self.close()

@@ -170,7 +170,7 @@ class PackedSamples(Samples):
             tokens_T = self._cut(epoch, (index + step) % self.num_samples)
             if tokens_T is not None:
                 return tokens_T
-        raise DataError(f"{tries} samples in a row hold bad tokens; the first: {self.bad.first}")
+        raise DataError(f"{tries} samples in a row contain bad tokens; the first: {self.bad.first}")
 
     def _cut(self, epoch: int, index: int) -> npt.NDArray[np.int64] | None:
         if self.shuffle:

@@ -52,7 +52,7 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
                 f"{key}: {unread[0]} is not a regular file; remove it, or use a pattern without it"
             )
         if not found and os.path.isdir(place):
-            raise ConfigError(f"{key}: the folder {pattern} has no {', '.join(ENDINGS)} in it or below")
+            raise ConfigError(f"{key}: the folder {pattern} has no {', '.join(ENDINGS)} file at any depth")
         if not found:
             raise ConfigError(
                 f"{key}: no file matches '{pattern}' (looked from {os.getcwd()}){near_path(pattern)}"
@@ -60,7 +60,7 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
         files.update(dict.fromkeys(found))
     unknown = [str(path) for path in files if path.suffix not in ENDINGS]
     if unknown:
-        raise ConfigError(f"{key}: cannot read {', '.join(unknown[:3])}; known endings: {', '.join(ENDINGS)}")
+        raise ConfigError(f"{key}: cannot read {', '.join(unknown[:3])}; use files in {', '.join(ENDINGS)}")
     parquet = next((path for path in files if path.suffix == ".parquet"), None)
     if parquet and not is_installed("pyarrow"):
         raise ConfigError(f"{parquet}: parquet files need pyarrow: pip install 'graphmoe[hf]'")

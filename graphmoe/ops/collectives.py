@@ -32,13 +32,13 @@ def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:
     group = None if IN_USE.groups is None else IN_USE.groups.group(axis)
     if group is None:
         raise RuntimeError(
-            f"a collective along {axis}, for which this process has no process group; call "
+            f"this process has no process group for a collective along {axis}; call "
             f"graphmoe.ops.collectives.use_groups with the Mesh of a layout that has it"
         )
     if size not in (None, group.size()):
         raise RuntimeError(
-            f"a collective of {size} ranks along {axis}, and its process group has {group.size()}: the "
-            f"model was built for another layout than use_groups was given"
+            f"a collective along {axis} expects {size} ranks, but its process group has {group.size()}: "
+            f"the model was built for another layout than use_groups received"
         )
     return group
 

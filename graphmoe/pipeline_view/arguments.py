@@ -80,9 +80,9 @@ def _given(keys: ViewArgs | CostKeys, prefix: str = "") -> dict[str, Any]:
 
 def _purpose(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
     if not {"schedule", "layout", "model", "run"} & given.keys():
-        yield "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."
+        yield "nothing to show; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."
     if args.run is not None and (own := [key for key in given if key not in BESIDE_A_RUN]):
-        yield f"run={args.run} has its own {', '.join(own)}; leave out what the run says itself"
+        yield f"run={args.run} determines {', '.join(own)}; leave these keys out"
 
 
 def _numbers(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
@@ -114,16 +114,16 @@ def _without_effect(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
     if args.out is not None and args.out.is_file():
         yield f"out={args.out} is a file; name a folder"
     if args.step is not None and args.run is None:
-        yield f"step={args.step} is one of a run; add run=..."
+        yield f"step={args.step} selects a step of a run; add run=..."
     for key in ("cost.b", "cost.w"):
         if args.model is not None and key in given:
-            yield f"model={args.model} says what backwards cost; leave out {key}={given[key]}"
+            yield f"model={args.model} determines the cost of backwards; leave out {key}={given[key]}"
     if args.run is not None:
         return
     if args.cost.hidden and not args.overlap:
         yield f"cost.hidden={args.cost.hidden} is for overlap=true"
     if "seq_len" in given and args.model is None:
-        yield f"seq_len={args.seq_len} says what a model's parts cost; add model=..."
+        yield f"seq_len={args.seq_len} sets the costs of a model's parts; add model=..."
     useless = [key for key in (*OF_A_SCHEDULE, "out") if key in given]
     if useless and not args.schedule:
         yield f"{', '.join(useless)}: nothing is simulated or drawn without a schedule; add schedule=1f1b"

@@ -61,7 +61,7 @@ def load_preset(name: str) -> ModelConfig:
     folder = Path(str(files("graphmoe.conf"))) / "model"
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in names:
-        raise ConfigError(f"model={name} is no preset{nearest(name, names)}")
+        raise ConfigError(f"model={name} is not a preset{nearest(name, names)}")
     loaded = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(folder / f"{name}.yaml"))
     config = OmegaConf.to_object(loaded)
     assert isinstance(config, ModelConfig)
@@ -153,7 +153,7 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
     path = run / FILE_NAME
     timelines = read_timelines(path)
     if not timelines:
-        raise ConfigError(f"{path} has no steps; let the run go on for some with profile.pipeline=true")
+        raise ConfigError(f"{path} has no steps; continue the run with profile.pipeline=true")
     step = max(timelines) if step is None else step
     if step not in timelines:
         raise ConfigError(
@@ -164,7 +164,7 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
     try:
         simulated = simulate(recorded.table, costs)
     except TableError as error:
-        raise ConfigError(f"step {step} of {path} is no whole step: {error}") from error
+        raise ConfigError(f"step {step} of {path} is not a complete step: {error}") from error
     return [
         Panel(f"{name}, step {step} as recorded", recorded, "ms", MS_PER_US),
         Panel(f"{name}, simulated with the run's median times", simulated, "ms", MS_PER_US),

@@ -91,15 +91,15 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
         if name == "launch.fake_world":
-            problems.append(f"{word}: the ranks are launch.nodes times launch.nproc; give these")
+            problems.append(f"{word}: the number of ranks is launch.nodes times launch.nproc; set these")
         if name == "launch.nodes" and args.nodes is not None:
             problems.append(f"{word} and nodes={args.nodes} are both given; leave one of the two out")
         if args.search and name == "pipeline.microbatches" and value != "null":
-            problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
+            problems.append(f"{word} sets another global batch for each layout; use train.global_batch_size")
     if args.search and args.assumptions is Assumptions.published:
-        problems.append("search=true has no assumptions=published; leave it out")
+        problems.append("search=true does not support assumptions=published; leave it out")
     if args.try_fp8 and not args.search:
-        problems.append("try_fp8=true is of search=true; give it too, or precision.fp8=rowwise")
+        problems.append("try_fp8=true applies to search=true only; add that, or use precision.fp8=rowwise")
     if args.try_fp8 and FP8 in fixed_keys(words):
         problems.append(f"try_fp8=true tries {FP8}=none and rowwise; leave one of the two out")
     problems += file_problems("page", args.page, "page.html")
@@ -153,14 +153,14 @@ def to_change(command: str, card_gb: float) -> str:
     """Return text that says what the user has to change in a `train_command` before running it."""
     words, notes = shlex.split(command), []
     if DATA in words:
-        notes.append(f"put your data in the place of {DATA}, which is random tokens")
+        notes.append(f"replace {DATA} by your data; it stands for random tokens")
     if ENDPOINT in words:
-        notes.append(f"type it on each node, with the name of the first for {ENDPOINT.partition('=')[2]}")
+        notes.append(f"run it on each node, with the first node's name for {ENDPOINT.partition('=')[2]}")
         notes.append("in a Slurm step leave launch.nodes and launch.endpoint out")
     given = dict(word.partition("=")[::2] for word in words)
     ranks = int(given["launch.nproc"]) * int(given["launch.nodes"])
     dry = f"launch.fake_world={ranks} launch.fake_memory_gb={card_gb:g}"
-    notes.append(f"with {dry} behind it, it is only checked, on any machine, memory too")
+    notes.append(f"with {dry} added, it is only checked, memory included, on any machine")
     text = "; ".join(notes)
     return f"{text[0].upper()}{text[1:]}."
 

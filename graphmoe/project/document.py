@@ -39,8 +39,8 @@ def margin_words(document: Mapping[str, Any]) -> str:
     """Return text that says that a rank is near its card's limit, and what the projection does not count."""
     return (
         f"{NEAR.capitalize()}: less than {MEMORY_ERROR * document['card_gb']:,.1f} GB are left, "
-        f"{MEMORY_ERROR:.0%} of the card, by which a projection may be too low. What is not counted needs "
-        f"room too: {', '.join(document['not_counted'])}"
+        f"{MEMORY_ERROR:.0%} of the card, and a projection may be too low by that. Not counted: "
+        f"{', '.join(document['not_counted'])}"
     )
 
 

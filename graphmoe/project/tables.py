@@ -45,8 +45,8 @@ def render(document: dict[str, Any]) -> Group:
     ]
     if slots := document["replica_slots"]:
         shown.append(
-            f"slots for replicas on each rank: {slots}; their cost is in the time below, which is that of "
-            f"balanced routing; what they gain is not"
+            f"slots for replicas on each rank: {slots}; the time below, of balanced routing, includes their "
+            f"cost but not their gain"
         )
     if pipeline := document["pipeline"]:
         layout = str(pipeline["layout"]).replace("[", r"\[")
@@ -77,7 +77,7 @@ def verdict(document: dict[str, Any]) -> str:
     numbers = f"rank {document['worst_rank']} needs {total:,.1f} GB and the card has {card:,.0f} GB"
     if document["fits"]:
         near = "" if document["fits_with_margin"] else f". [bold]{margin_words(document)}[/bold]"
-        return f"[bold]fits[/bold]: {numbers}, {document['left_gb']:,.1f} GB more{near}"
+        return f"[bold]fits[/bold]: {numbers}, {document['left_gb']:,.1f} GB to spare{near}"
     largest = max(MEMORY_KINDS[:-1], key=lambda kind: memory[kind])
     return (
         f"[bold]DOES NOT FIT[/bold]: {numbers}, {total - card:,.1f} GB too few; most are {WORDS[largest]}, "

@@ -87,9 +87,9 @@ def projected_chart(run: RunData) -> list[Chart]:
     if outside:
         more = max(sum(place.get(kind, 0.0) for kind in outside) for place in places)
         said += f", outside the allocator {more:.4g} GiB"
-        notes.append(f"Apart, as torch's allocator does not hold them: {' and '.join(outside.values())}.")
+        notes.append(f"Shown apart, outside torch's allocator: {' and '.join(outside.values())}.")
     if run.of("run.device") == "cpu":
-        notes.append("On a CPU the measured is all memory of the process, Python and torch too.")
+        notes.append("On a CPU, measured memory is that of the whole process, Python and torch included.")
     height, alt = 190 + 34 * (len(places) * (2 if outside else 1) + 1), f"Memory by kind: {said}"
     return [Chart("Memory by kind", alt, traces, bars_layout("GiB"), height, note=" ".join(notes))]
 
@@ -151,7 +151,7 @@ def _moved(run: RunData) -> str:
     if not moved:
         return ""
     size = statistics.fmean(moved)
-    return f"They moved {size:.3g} GB in a micro-batch, the mean of all steps: weights and gradients."
+    return f"Replicas moved {size:.3g} GB of weights and gradients per micro-batch (mean of all steps)."
 
 
 def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:

@@ -105,8 +105,9 @@ def _memorising(run: RunData, checks: Curve, training: float) -> Iterator[str]:
     epochs = run.steps[-1].get("epoch") or 0.0
     if epochs > 1.5 and checks.values and checks.values[-1] > training + 0.2:
         yield (
-            f"It has read its data {epochs:.1f} times, and validation is {checks.values[-1] - training:.2f} "
-            f"above training: it learns its text by heart. More text helps, or fewer `train.steps`."
+            f"It has read its data {epochs:.1f} times, and validation loss is "
+            f"{checks.values[-1] - training:.2f} above training loss: it overfits. "
+            f"More text helps, or fewer `train.steps`."
         )
 
 

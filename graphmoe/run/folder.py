@@ -124,9 +124,9 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
         shown, differing = display_path(path), ", ".join([*keys[:_MOST_KEYS], *more])
         saved = saved_steps(path / CHECKPOINTS)
         how = f"checkpoint.resume_from={shown} continues it" if saved else "it saved nothing"
-        log.info("%s is unfinished, of another configuration (%s); %s", shown, differing, how)
+        log.info("%s is an unfinished run of another configuration (%s); %s", shown, differing, how)
     if num_more:
-        log.info("the lines above omit %s of this name", number_of(num_more, "older unfinished run"))
+        log.info("%s of this name are not listed", number_of(num_more, "older unfinished run"))
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
@@ -155,7 +155,7 @@ def _read_config(path: Path, ours: Any) -> dict[str, Any]:
     try:
         found = load_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise FileError(f"{path} holds no keys of a configuration")
     return aligned(found, ours, json_object(text.rpartition(_PRINTS)[2]) or {})
@@ -194,7 +194,7 @@ def _enter(
         log.warning("%s cannot hold this run, so another folder is tried: %s", path, error)
         return None
     if lock is None:
-        log.info("%s belongs to a run that is going on", path)
+        log.info("%s belongs to a run that is still running", path)
         return None
     state = _state(path, ours)  # again: it may have changed before we got the lock
     if state not in usable:
@@ -262,6 +262,6 @@ def _is_finished(summary: Path) -> bool:
         return False
     document = json_object(read_text(summary))
     if document is None:
-        log.warning("%s is no JSON object; its run counts as unfinished", summary)
+        log.warning("%s is not a JSON object; its run counts as unfinished", summary)
         return False
     return document.get("finished") is True

@@ -110,9 +110,9 @@ def _problems(args: TraceArgs) -> Iterator[str]:
     elif args.run and args.trace:
         yield "run=... and trace=... are two ways to name traces; use one of them"
     elif len(paths) > 2:
-        yield f"{len(paths)} traces are given; one is shown, two are compared"
+        yield f"{len(paths)} traces are given; give one to show it, or two to compare them"
     if args.rank is not None and args.trace:
-        yield f"rank={args.rank} is one of a run; trace=... names the file itself"
+        yield f"rank={args.rank} selects a trace of run=...; trace=... names one file"
     if args.kernels < 1:
         yield f"kernels={args.kernels} must be 1 or more"
 

@@ -183,7 +183,7 @@ def _text(path: Path) -> str:
                 content = file.read(LARGEST_TRACE + 1)
         text = content.decode("utf-8") if len(content) <= LARGEST_TRACE else None
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise FileError(f"{path} is no whole trace: {error}") from error
+        raise FileError(f"{path} is not a complete trace: {error}") from error
     if text is None:
         raise FileError(f"{path} has more than {LARGEST_TRACE:,} bytes; record fewer steps")
     return text
@@ -196,7 +196,7 @@ def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
     known = typed(args, _Args, f"{where}.args")
     end = start + (event.dur or 0.0)
     if not math.isfinite(start + end):
-        raise FileError(f"{where}: ts={event.ts} and dur={event.dur} are no times")
+        raise FileError(f"{where}: ts={event.ts} and dur={event.dur} are not valid times")
     thread, name = (event.pid, event.tid), str(event.name or "")
     if category in HOST:
         host = HostEvent(name, thread, start, end, args, is_range=category == "user_annotation")

@@ -103,7 +103,7 @@ class Summary:
 def summarise(trace: Trace, num_kernels: int) -> Summary:
     """Summarise a trace. *Raises* ConfigError if it has no steps, or a GPU that no step used."""
     if not trace.steps:
-        raise ConfigError(f"{trace.path} has no range {STEP}..., so no steps; profile.steps records such")
+        raise ConfigError(f"{trace.path} has no steps (ranges named {STEP}...); profile.steps records them")
     owners = owners_of(trace)
     summary = (_of_gpu if trace.activities else _of_cpu)(trace, owners, num_kernels)
     summary.segments.sort(key=lambda segment: -segment.ms)
@@ -124,13 +124,13 @@ def _notes(summary: Summary) -> list[str]:
     notes = []
     if summary.on == "cpu":
         notes.append(
-            "no GPU in this trace: times are the host's. What a row has beyond its operations is Python, and "
-            "of several ranks waits for each other"
+            "this trace has no GPU: times are the host's. A row's time beyond its operations is Python, and "
+            "with several ranks waiting for each other"
         )
     if FULL_ITERATION in units:
         notes.append(
-            f"one graph has the whole step (graph.scope={FULL_ITERATION}), and its kernels say nothing of "
-            f"segments; they are in one row by name. graph.scope=layer tells segments apart"
+            f"the whole step is one graph (graph.scope={FULL_ITERATION}), whose kernels name no segment; "
+            f"they are listed by kernel. graph.scope=layer separates segments"
         )
     if any(".." in unit for unit in units):
         notes.append("a row such as attn..mlp is a compiled unit: its kernels are fused over its segments")

@@ -38,7 +38,7 @@ def build(
     shards = plan.parallel.dp_shard is DpShard.fsdp2
     if shards and mesh.layout.size("world") == 1:
         raise ConfigError(
-            "parallel.dp_shard=fsdp2 shares weights out to ranks, and this run has 1; use "
+            "parallel.dp_shard=fsdp2 shards weights over ranks, and this run has one; use "
             "parallel.dp_shard=zero1, or launch.nproc=2 or more"
         )
     model = build_model(

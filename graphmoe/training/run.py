@@ -204,5 +204,5 @@ def _write(path: Path, text: str, moment: str) -> None:
         replace_text(path, text)
     except OSError as error:
         raise RunFailed(
-            f"{path} cannot be written {moment}: {error.strerror}; make room and start the same command again"
+            f"{path} cannot be written {moment}: {error.strerror}; free space and run the command again"
         ) from error

@@ -171,5 +171,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(state["cuda"])
     except (ValueError, TypeError, SyntaxError, RecursionError, RuntimeError) as error:
         raise CheckpointError(
-            f"the checkpoint's random numbers are no state of a generator: {error}"
+            f"the checkpoint's random numbers are not a generator's state: {error}"
         ) from error

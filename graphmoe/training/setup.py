@@ -183,4 +183,4 @@ def _import_weights(
     filled = {"model": optimizer.model_state(), "optimizer": optimizer.state_dict()}
     if name := saves.not_finite(filled):
         raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
-    log.info("weights taken from %s (%s)", folder, kind.value)
+    log.info("weights loaded from %s (%s)", folder, kind.value)

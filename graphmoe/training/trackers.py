@@ -62,7 +62,7 @@ class Trackers:
             except tracker.errors as error:
                 self._trackers.remove(tracker)
                 why = getattr(error, "strerror", None) or error
-                log.warning("%s gets no more rows (%s); the run goes on", tracker.title, why)
+                log.warning("%s receives no more rows (%s); the run continues", tracker.title, why)
 
     def close(self) -> None:
         for tracker in self._trackers:

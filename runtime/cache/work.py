@@ -122,7 +122,7 @@ class WorkFolder:
         if target.name.startswith(GROUP_FILE):
             moved = _moved_group(content, "", f"{self.path / TRITON}/")
             if moved is None:
-                return "is no group of kernels"
+                return "is not a group of kernels"
             content = moved
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)

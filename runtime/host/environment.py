@@ -75,7 +75,7 @@ def variables(host: HostConfig, device: DeviceChoice) -> list[Variable]:
     found = [Variable(name, value, "host.env") for name, value in host.env.items()]
     for variable in found:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable.name) or "\0" in variable.value:
-            raise ConfigError(f"host.env has {variable.name!r}, which no environment variable can be named")
+            raise ConfigError(f"host.env has {variable.name!r}, which is not a valid name of a variable")
     own = {variable.name for variable in found}
     return found + [v for v in _variables_of_keys(host, device) if v.name not in own]
 
@@ -120,7 +120,7 @@ def _kept(variable: Variable, present: str) -> str:
         return f"{variable.name} is set already{stays}"
     if present == variable.value:
         return f"{variable.name}={present} is set already ({variable.key} would do the same)"
-    return f"{variable.name}={present} is set already and stays ({variable.key} would set {variable.value})"
+    return f"{variable.name}={present} is set already and is kept ({variable.key} would set {variable.value})"
 
 
 def _gpu_runtime_started() -> bool:

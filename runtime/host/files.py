@@ -157,7 +157,7 @@ def dispensable(file: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("%s is not written (%s); the run goes on", file, error.strerror or error)
+        log.warning("%s is not written (%s); the run continues", file, error.strerror or error)
 
 
 class FileLock:

@@ -44,7 +44,7 @@ class ConsoleHandler(logging.Handler):
             console().print(text, markup=False, highlight=False, soft_wrap=True)
         for stream in _streams.values():
             if why := stream.news():
-                log.warning("%s cannot be written (%s); the run goes on", stream.title, why, extra=FILE_ONLY)
+                log.warning("writing %s failed (%s); the run continues", stream.title, why, extra=FILE_ONLY)
 
 
 class LogFile(logging.Handler):

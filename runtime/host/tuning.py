@@ -120,7 +120,7 @@ class Unbound(Exception):
 def cpus_near(device: torch.device) -> tuple[int, set[int]]:
     """Return a GPU's NUMA node and that node's usable CPUs. Starts CUDA. *Raises* Unbound."""
     if device.type != "cuda":
-        raise Unbound("the run has no GPU to be near to")
+        raise Unbound("the run uses no GPU")
     nodes = cpus_of_nodes()
     if len(nodes) < 2:
         raise Unbound("this machine has one NUMA node" if nodes else "this machine shows no NUMA nodes")
@@ -129,7 +129,7 @@ def cpus_near(device: torch.device) -> tuple[int, set[int]]:
         raise Unbound(f"the system does not say which NUMA node {gpu} is attached to")
     near = nodes.get(node, set()) & cpus_here()
     if not near:
-        raise Unbound(f"the process may use no CPU of NUMA node {node}, that of {gpu}")
+        raise Unbound(f"the process may not use any CPU of NUMA node {node}, to which {gpu} is attached")
     return node, near
 
 

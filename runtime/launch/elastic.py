@@ -99,10 +99,10 @@ def launch(
         if not (forwarding.received and (first.was_stopped or first.was_killed)):
             raise first.raised(log_dir, began)
     elif isinstance(agent.error, RendezvousError):
-        raise RunFailed(f"the {nodes.count} nodes did not all meet at {nodes.endpoint}: {agent.error}")
+        raise RunFailed(f"the {nodes.count} nodes did not all connect to {nodes.endpoint}: {agent.error}")
     elif nodes.count > 1 and isinstance(agent.error, DistError):
         why = str(agent.error).partition("\n")[0]
-        raise RunFailed(f"the store of all nodes at {nodes.endpoint} is gone: {why}") from agent.error
+        raise RunFailed(f"the store of all nodes at {nodes.endpoint} is lost: {why}") from agent.error
     elif agent.error is not None:
         raise agent.error
     return forwarding.received
@@ -185,7 +185,7 @@ class RankLogs(LogsSpecs):
             if 0 < len(silent) < len(self._ranks):  # all: the others may have waited for it, and been killed
                 named = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} on {platform.node()}"
                 why = f"{named} ended without a word, as one that was killed does"
-        log.warning("%s; all workers start again (%d of %s)", why, number, of)
+        log.warning("%s; all workers are restarted (%d of %s)", why, number, of)
 
 
 class _Agent(threading.Thread):

@@ -57,11 +57,11 @@ class _Watched:
     @property
     def place(self) -> str:
         if self.stopped_s:
-            return "its process is stopped, as SIGSTOP does"
+            return "its process is stopped (SIGSTOP)"
         newest_first = _FRAME.findall(self.stacks.strip().split("\n\n")[-1])  # of the main thread
         frames = [frame for frame in newest_first if (frame[0], frame[2]) != _WAIT]
         if not frames:
-            return "it does not say where"
+            return "its position is unknown"
         ours = [each for each in frames if not re.search("site-packages|/lib/python", each[0])]
         named = dict.fromkeys([frames[0], *ours[:1]])
         how = "it waits for other ranks or the device" if self.waits else "it is"

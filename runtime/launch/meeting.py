@@ -51,7 +51,7 @@ def store_of_ranks(rank: int, size: int, endpoint: str, run: str, instead: str) 
         store = _join(endpoint, run, instead)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     if store.add(f"{_RUN}/{rank}", 1) > 1:  # two runs without names, which `_join` cannot tell apart
-        raise RunFailed(f"two processes are rank {rank} of the run that meets at {endpoint}; {instead}")
+        raise RunFailed(f"two processes claim to be rank {rank} of the run at {endpoint}; {instead}")
     return store
 
 
@@ -90,7 +90,7 @@ def _refusal(endpoint: str) -> str:
             peer.settimeout(_TRY_S)
             with suppress(TimeoutError):  # a store waits for a request; proxies disconnect
                 peer.recv(1)
-                return "what listens there ends the connection"
+                return "the server there closes the connection"
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -113,11 +113,11 @@ def _join(endpoint: str, run: str, instead: str) -> TCPStore:
     asking.join(_SILENT_S)
     if asking.is_alive():
         own = address_towards(endpoint) or platform.node()
-        log.warning("waiting for what listens at %s to answer as a store; this node is %s", endpoint, own)
+        log.warning("waiting for the server at %s to answer as a store; this node is %s", endpoint, own)
     asking.join(_ANSWER_S)
     store, said = found[0] if found else (None, "no answer")
     if store is None:
-        raise RunFailed(f"what listens at {endpoint} is not the store of a run ({said}); {instead}")
+        raise RunFailed(f"the server at {endpoint} is not the store of a run ({said}); {instead}")
     if said != run:
-        raise RunFailed(f"another run meets at {endpoint}: {said}, and this is {run}; {instead}")
+        raise RunFailed(f"another run uses {endpoint}: {said}, but this is {run}; {instead}")
     return store

@@ -57,8 +57,8 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
     endpoint = launch.endpoint or (f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if pods else "")
     if not endpoint:
         raise ConfigError(
-            f"launch.nodes={count} without a Slurm step of {count} nodes needs a place to meet; give the "
-            f"first node and a free port, e.g. launch.endpoint=node0:29500, and start the command on each"
+            f"launch.nodes={count} without a Slurm step of {count} nodes needs a rendezvous address; give "
+            f"the first node and a free port, e.g. launch.endpoint=node0:29500, and start the command on each"
         )
     first = environ["RANK"] == "0" if pods else _is_this_machine(split_endpoint(endpoint)[0])
     return Nodes(count, first, endpoint, f"graphmoe-{endpoint}", address_towards(endpoint))
@@ -122,7 +122,7 @@ def started_by() -> str | None:
     if of_all % local_size or of_rank >= of_all or local_rank >= local_size:
         raise ConfigError(
             f"{name} started {number_of(of_all, 'rank')}, {local_size} on this node; each node must have "
-            "equally many"
+            "the same number"
         )
     environ.update({key: str(value) for key, value in zip(_TORCHS, values, strict=True)})
     return name
@@ -146,7 +146,7 @@ def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
         endpoint = f"{_LOOPBACK}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
     else:
         raise ConfigError(
-            "ranks on several nodes need a place to meet; give the first node and a free port, e.g. "
+            "ranks on several nodes need a rendezvous address; give the first node and a free port, e.g. "
             "launch.endpoint=node0:29500"
         )
     host, port = split_endpoint(endpoint)
@@ -176,7 +176,7 @@ def listen_at(endpoint: str) -> socket.socket:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
     log.warning(
-        "%s stands for no address of this node, so its store listens on all interfaces; name an address of "
+        "%s is not an address of this node, so its store listens on all interfaces; name an address of "
         "the cluster's own network",
         endpoint,
     )
@@ -271,8 +271,8 @@ def _slurm_hosts(nodes: str) -> list[str]:
         from submitit.slurm.slurm import SlurmJobEnvironment
     except ImportError:
         raise ConfigError(
-            f"neither the command scontrol nor the package submitit is here to read the nodes {nodes}; say "
-            f"where they meet, e.g. launch.endpoint=node0:29500"
+            f"neither the command scontrol nor the package submitit is installed to expand {nodes}; "
+            f"give a rendezvous address, e.g. launch.endpoint=node0:29500"
         ) from None
     return SlurmJobEnvironment().hostnames
 

@@ -146,7 +146,7 @@ def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
     if track not in get_args(Track):
         raise ValueError(f"'{track}' is not a track: {', '.join(get_args(Track))}")
     if not 0 <= rank < placement.num_ranks:
-        raise ValueError(f"a span is of rank {rank}, but the pipeline has {placement.num_ranks} ranks")
+        raise ValueError(f"a span names rank {rank}, but the pipeline has {placement.num_ranks} ranks")
     if not 0 <= end - start < math.inf:
         raise ValueError(f"a span is from {start} to {end}; its end must be finite and not before its start")
     actions = [_action(part, placement, num_micro_batches) for part in text.split("+", 1)]

@@ -102,16 +102,16 @@ def test_rows_that_cross_ranks_are_those_of_the_split():
 
 
 WRONG = (
-    ("repeats=0", "repeats=0 times nothing; use repeats=1 or more"),
+    ("repeats=0", "repeats=0 must be 1 or more"),
     ("suite=model", "suite=model: expected one of ops"),
     ("device=cpu shapes=full", "use shapes=tiny or shapes=auto"),
-    ("device=cpu only=permute,gemm", "only=gemm: no case starts with that; cases are grouped_mlp/v2_lite"),
+    ("device=cpu only=permute,gemm", "only=gemm: no case starts with that; cases: grouped_mlp/v2_lite"),
     ("device=cpu out=no_such_folder/ops.json", "out=no_such_folder/ops.json: there is no folder"),
     ("repeat=3", "did you mean 'repeats'?"),
     ("limit_s=9", "limit_s=9 has no effect with suite=ops; use suite=step or suite=ladder"),
     ("suite=step limit_s=0", "limit_s=0 must be from 1 to 86400"),
-    ("suite=step scopes=none,every", "scopes=every: use any of none"),
-    ("suite=step scopes=none,[attn,every]", "scopes=[attn,every]: use any of none"),
+    ("suite=step scopes=none,every", "scopes=every: use none"),
+    ("suite=step scopes=none,[attn,every]", "scopes=[attn,every]: use none"),
     ("suite=step scopes=[]", "scopes= is empty; use scopes=none,full_iteration"),
     ("suite=step micro_batch_sizes=1,x", "micro_batch_sizes=1,x: expected a whole number"),
     ("suite=step seq_lens=0", "seq_lens=0: use numbers above 0"),
@@ -120,14 +120,17 @@ WRONG = (
     ("suite=step overrides=train.val_batches=2", "sets train.val_batches, so that only steps are timed"),
     ("suite=step device=cpu overrides=model.top_k=9", "use 1 to 8"),
     ("suite=step device=cpu only=mbs9", "mbs2_s32/none_again"),
-    ("suite=ladder device=cpu nproc=1", "nproc=1: the rungs of suite=ladder share experts"),
+    ("suite=ladder device=cpu nproc=1", "nproc=1: suite=ladder distributes experts"),
     ("suite=ladder device=cpu blocks=1", "blocks=1 has no effect with suite=ladder; use suite=dispatch"),
-    ("suite=ladder device=cpu only=top", "only=top: no case starts with that; cases are baseline, loss_"),
+    ("suite=ladder device=cpu only=top", "only=top: no case starts with that; cases: baseline, loss_"),
     ("suite=ladder device=cpu overrides=moe.dispatcher=symm", "rung symm sets moe.dispatcher; choose rungs"),
     ("suite=ladder device=cpu overrides=graph=layer", "sets graph; choose rungs by only="),
     ("suite=ladder device=cpu overrides=train.micro_batch_size=4", "use micro_batch_sizes=..."),
     ("suite=ladder device=cpu overrides=checkpoint.interval=4", "the suite sets checkpoint.interval"),
-    ("suite=ladder device=cpu overrides=parallel.tp=2", "of one node are along parallel.ep; use nproc="),
+    (
+        "suite=ladder device=cpu overrides=parallel.tp=2",
+        "the suite puts all GPUs into parallel.ep; use nproc=",
+    ),
     ("suite=ladder device=cpu overrides=model=no_such", "no_such"),
     ("suite=projection device=cpu overrides=launch.nproc=2", "use nproc="),
 )
@@ -193,7 +196,7 @@ def test_rows_are_kept_at_once_and_by_the_first_rank_alone(tmp_path, monkeypatch
     assert [row["case"] for row in kept] == ["first", "first again", "second", "second again"]
     assert [row["error"] for row in kept] == [None, "no"] * 2 and not out.exists()
     keep(tmp_path / "gone" / "ops.json", kept)
-    assert "rows cannot be saved while the suite runs" in caplog.text
+    assert "intermediate results cannot be saved" in caplog.text
     file.unlink()
     run_cases(cases[:1], str, None)
     monkeypatch.setenv("RANK", "1")

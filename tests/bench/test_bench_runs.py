@@ -221,5 +221,5 @@ def test_a_card_is_found_by_its_gpus_name_and_one_with_other_peaks_is_refused(mo
         assert card_of_device(torch.device("cuda")).name == card
     for name in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GB200"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        with pytest.raises(ConfigError, match=f"{name}, is none that is known; run it on a whole one of"):
+        with pytest.raises(ConfigError, match=f"need a GPU with known peak rates, not {name}; use one of"):
             card_of_device(torch.device("cuda"))

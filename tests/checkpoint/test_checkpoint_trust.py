@@ -121,7 +121,7 @@ def test_files_that_name_code_run_none_of_it_and_the_error_names_the_file(tmp_pa
         entries += [("value", saved_by_torch(call)) for call in (MKDIR, (("value",), MKDIR))]
     for entry, content in entries:
         as_entry(folder, entry, content)
-        with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds other than what graphmoe wrote"):
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp was not written by graphmoe"):
             load(folder)
         replace_file(folder / ".metadata", metadata)
     replace_file(folder / ".metadata", payload)
@@ -133,8 +133,8 @@ def test_files_that_name_code_run_none_of_it_and_the_error_names_the_file(tmp_pa
 def test_a_value_of_another_type_or_place_is_refused(tmp_path):
     folder = saved_in(tmp_path)
     for payload, said in [
-        (VALUE, "value is not what graphmoe writes there"),
-        ((("step",), VALUE), "value is not what graphmoe writes there"),
+        (VALUE, "value was not written by graphmoe"),
+        ((("step",), VALUE), "value was not written by graphmoe"),
         ((("value",), TENSOR), "holds a Tensor"),
         ((("value",), {1, 2}), "holds a set"),
         ((("value",), 7), "value is a int, but here a str"),
@@ -152,8 +152,8 @@ def test_entries_lie_in_files_of_their_folder_that_the_manifest_names_only(tmp_p
     for part in saved.storage_data.values():
         part.relative_path = place
     replace_file(folder / ".metadata", pickle.dumps(saved))
-    unnamed = r"01/other is to be read, but manifest\.json does not"
-    said = unnamed if place == "other" else f"lies in '{place}', which is no file of its folder"
+    unnamed = r"01/other is not listed in manifest\.json"
+    said = unnamed if place == "other" else f"lies in '{place}', which is not a file of its folder"
     with pytest.raises(CheckpointError, match=said):
         load(folder)
 

@@ -142,9 +142,9 @@ NO_FLOAT = "not F64/F32/F16/BF16"
         (SCALE, torch.Tensor.bfloat16, f"mis-shaped: {IN_FILE} is BF16 [2, 3], not F32 [2, 3]"),
         (SCALE, lambda scale: scale / HOLE, f"wrong scale: {IN_FILE} has inf at [1, 2]; {FINITE}"),
         (SCALE, lambda scale: HOLE - 1.5, f"wrong scale: {IN_FILE} has -0.5 at [0, 0]; {FINITE}"),
-        ("lm_head.weight", E4M3, f"no float tensor: lm_head.weight is F8_E4M3, {NO_FLOAT}"),
-        ("model.norm.weight", E4M3, f"no float tensor: model.norm.weight is F8_E4M3, {NO_FLOAT}"),
-        (UP, lambda weight: weight.to(torch.float8_e5m2), f"no float tensor: {UP} is F8_E5M2, {NO_FLOAT}"),
+        ("lm_head.weight", E4M3, f"wrong dtype: lm_head.weight is F8_E4M3, {NO_FLOAT}"),
+        ("model.norm.weight", E4M3, f"wrong dtype: model.norm.weight is F8_E4M3, {NO_FLOAT}"),
+        (UP, lambda weight: weight.to(torch.float8_e5m2), f"wrong dtype: {UP} is F8_E5M2, {NO_FLOAT}"),
         (UP, torch.Tensor.bfloat16, f"extra: {UP}_scale_inv [2, 2]"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_size_is_a_number_with_a_unit_and_for_prune_alone(cache):
     for text in ("20", "GB", "-1GB", "20XB", "1,5GB", "", 400 * "9" + "GB"):
         with pytest.raises(ConfigError, match=f"max_size={text} is not a size.*TB, KiB.*e.g. max_size=20GB"):
             parse_size("max_size", text)
-    with pytest.raises(ConfigError, match="max_size=1GB is for action=prune, and action=verify"):
+    with pytest.raises(ConfigError, match="max_size=1GB is for action=prune, not action=verify"):
         tool.main(["action=verify", "max_size=1GB", f"cache_dir={cache.folder}"])
 
 
@@ -172,9 +172,9 @@ def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "mine").write_text("")
     error = refusal(tool.main, capsys, "action=prune", f"cache_dir={tmp_path}")
-    assert "is no compile cache: it has no CACHEDIR.TAG" in error
+    assert "is not a compile cache: it has no CACHEDIR.TAG" in error
     assert (tmp_path / "damaged" / "mine").exists()
-    with pytest.raises(ConfigError, match="mine is no compile cache"):
+    with pytest.raises(ConfigError, match="mine is not a compile cache"):
         tool.main([f"cache_dir={tmp_path}/damaged/mine"])
 
 

@@ -100,7 +100,7 @@ def test_a_file_exchanged_for_one_of_the_same_lengths_is_not_gone_on_with(prefix
     write_token_file(prefix, [np.arange(20) + 1] * 30, np.uint16)
     if summed:
         contents.write_sums(prefix)
-    with pytest.raises(ConfigError, match="as long as those of the checkpoint, with other tokens"):
+    with pytest.raises(ConfigError, match="other tokens, or another dtype, than the checkpoint's"):
         loader_of(prefix).load_state_dict(state)
     del state["contents"]  # a checkpoint of before
     loader_of(prefix).load_state_dict(state)
@@ -139,8 +139,8 @@ def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_pa
 
 def test_a_wrong_file_of_sums_is_an_error_that_names_it(prefix):
     for text, said in {
-        b"": "has no sum of m.bin",
-        b"0" * 64 + b"  other.bin\n": "has no sum of m.bin",
+        b"": "has no checksum of m.bin",
+        b"0" * 64 + b"  other.bin\n": "has no checksum of m.bin",
         b"no sum\n": "m.sha256:1: 'no sum' is not a line of sha256sum",
         b"\xff\xfe": "m.sha256 is not UTF-8",
     }.items():

@@ -142,7 +142,7 @@ def test_a_tied_folder_may_have_its_head_but_no_other(tmp_path):
     change_tensors(folder, lambda tensors: tensors.update({names[0]: tensors[names[1]].clone()}))
     assert_same_bits(load_hf(folder)[1].state_dict(), model.state_dict())
     change_tensors(folder, lambda tensors: [tensors[name].add_(1e-3) for name in names])
-    equal = "must equal model.embed_tokens.weight; the model has one"
+    equal = "must equal model.embed_tokens.weight: the model ties them"
     assert all(f"different: {name} {equal}" in refused(folder) for name in names)
 
 
@@ -166,7 +166,7 @@ def test_every_missing_extra_and_misshaped_tensor_is_listed_at_once(folder):
         "mis-shaped: model.layers.2.mlp.gate.weight is [26, 11], not [11, 26]",
         "missing: model.layers.1.mlp.experts.7.up_proj.weight [9, 26]",
         "missing: model.norm.weight [26]",
-        "no float tensor: model.embed_tokens.weight is I64, not F64/F32/F16/BF16",
+        "wrong dtype: model.embed_tokens.weight is I64, not F64/F32/F16/BF16",
     ]
 
 

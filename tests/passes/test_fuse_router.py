@@ -266,7 +266,7 @@ def labelled(x, y):
 
 
 READ = "scores are also read by"
-LIMIT = "it is not a limit to the best groups"
+LIMIT = "it does not mask all but the best groups"
 NONE = "1 softmax or sigmoid, none that experts are chosen and weighted by"
 UNWEIGHED = "no weights are gathered by these ids"
 NEITHER = "what is neither softmax nor sigmoid"

@@ -205,12 +205,12 @@ def test_median_times_of_pairs_are_what_they_save():
 def test_a_step_that_is_not_whole_is_shown_as_an_error(tmp_path):
     timeline = dataclasses.replace(two_ranks(), spans=two_ranks().spans[2:])
     write_timelines(tmp_path / FILE_NAME, {1: timeline})
-    said = f"step 1 of {tmp_path / FILE_NAME} is no whole step: mixed: rank 0 at 0I0"
+    said = f"step 1 of {tmp_path / FILE_NAME} is not a complete step: mixed: rank 0 at 0I0"
     assert said in error_of(f"run={tmp_path}")
 
 
 WRONG = (
-    ("", "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."),
+    ("", "nothing to show; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."),
     ("schedule=zb2", "schedule=zb2: there is no such choice; use one of gpipe, 1f1b, interleaved"),
     ("schedule=1f1b stages=0 microbatches=0", "stages=0 must be 1 or more; microbatches=0 must be 1 or more"),
     ("schedule=1f1b cost.f=0 cost.w=-1", "cost.f=0.0 must be greater than 0, and at most 1e+100; cost.w=-1"),
@@ -224,16 +224,19 @@ WRONG = (
     ("schedule=1f1b,zb1p virtual_stages=1,1,1", "has 3 numbers for 2 schedules; give one for all, or one"),
     ("schedule=zb1p overlap=true", "overlap=true runs a forward and a backward together"),
     ("schedule=1f1b cost.hidden=1", "cost.hidden=1.0 is for overlap=true"),
-    ("schedule=1f1b seq_len=9", "seq_len=9 says what a model's parts cost; add model=..."),
-    ("schedule=1f1b model=tinyy", "model=tinyy is no preset; did you mean 'tiny'?"),
-    ("schedule=1f1b model=tiny cost.b=1", "model=tiny says what backwards cost; leave out cost.b=1.0"),
+    ("schedule=1f1b seq_len=9", "seq_len=9 sets the costs of a model's parts; add model=..."),
+    ("schedule=1f1b model=tinyy", "model=tinyy is not a preset; did you mean 'tiny'?"),
+    (
+        "schedule=1f1b model=tiny cost.b=1",
+        "model=tiny determines the cost of backwards; leave out cost.b=1.0",
+    ),
     ("model=tiny stages=8", "stages * virtual_stages = 8, and the model has 6 parts (Et*4L)"),
     ("model=tiny layout=Et|tL", "layout: t occurs 2 times, but model.num_layers=4; add 2\n  Et|tL\n     ^"),
     ("layout=Et|tL stages=3", "layout: 2 pieces, and stages * virtual_stages = 3; use 2 borders |"),
     ("layout=Et|xL", "layout: 'x' is not a letter of a layout"),
     ("layout=Et|tL cost.f=3 out=x", "cost.f, out: nothing is simulated or drawn without a schedule; add"),
-    ("schedule=1f1b step=3", "step=3 is one of a run; add run=..."),
-    ("run=x schedule=1f1b seq_len=9 cost.w=0", "run=x has its own schedule, seq_len, cost.w; leave out"),
+    ("schedule=1f1b step=3", "step=3 selects a step of a run; add run=..."),
+    ("run=x schedule=1f1b seq_len=9 cost.w=0", "run=x determines schedule, seq_len, cost.w; leave"),
     ("run=x", "there is no x/pipeline.json; a run with profile.pipeline=true writes it"),
     ("schedule=1f1b out=there.txt", "out=there.txt is a file; name a folder"),
 )

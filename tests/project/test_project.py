@@ -113,7 +113,7 @@ def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, document):
     found = document(*words.split(), f"page={page}")
     assert found["fits"] and not found["fits_with_margin"]
     assert found["left_gb"] == pytest.approx(192 - found["memory_gb"]["total"]) and found["left_gb"] < 9.6
-    said = f"{found['left_gb']:,.1f} GB more. [bold]Near the limit: less than 9.6 GB are left, 5% of the card"
+    said = f"{found['left_gb']:,.1f} GB to spare. [bold]Near the limit: less than 9.6 GB are left, 5% of"
     assert said in verdict(found)
     text = page.read_text()
     assert "GB left, near the limit" in text and all(reason in text for reason in found["not_counted"][1:])
@@ -145,7 +145,7 @@ hardware=mi30x | hardware=mi30x is not known; did you mean 'mi300x'?; use one of
 hardware=a100 | error: hardware=a100 is not known; use one of mi300x, mi325x, mi355x, h100, h200, b200
 hardware=h100 nodes=0 | nodes=0 must be 1 or more
 hardware=h100 nodes=2 launch.nodes=2 | launch.nodes=2 and nodes=2 are both given; leave one of the two out
-hardware=h100 launch.fake_world=8 | launch.fake_world=8: the ranks are launch.nodes times launch.nproc
+hardware=h100 launch.fake_world=8 | launch.fake_world=8: the number of ranks is launch.nodes times
 hardware=h100 launch.nproc=4 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 4 ranks
 hardware=h100 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
 hardware=h100 assumptions=exakt | assumptions=exakt: expected one of exact, published
@@ -155,8 +155,8 @@ hardware=h100 assumptions=published parallel.tp=2 recompute=all | tp=1, not 2; n
 hardware=h100 -m | -m: a projection is of one run; leave it out
 hardware=h100 top=0 | top=0 must be 1 or more
 hardware=h100 page=nowhere/x.html | page=nowhere/x.html: there is no folder nowhere
-hardware=h100 search=true pipeline.microbatches=8 | give train.global_batch_size
-hardware=h100 search=true assumptions=published | has no assumptions=published
+hardware=h100 search=true pipeline.microbatches=8 | use train.global_batch_size
+hardware=h100 search=true assumptions=published | does not support assumptions=published
 hardware=h100 search=true parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
 """
 

@@ -246,13 +246,13 @@ def test_long_pipelines_are_projected_from_shorter_ones(schedule, monkeypatch):
 def test_a_command_for_several_nodes_names_where_they_meet_and_data():
     words = ("parallel.ep=2", "data=memmap", "data.paths=[a]")
     alone, several = (train_command(words, "", ProjectArgs("h200", nodes=nodes)) for nodes in (1, 2))
-    checked = "With launch.fake_world=8 launch.fake_memory_gb=141 behind it, it is only checked"
+    checked = "With launch.fake_world=8 launch.fake_memory_gb=141 added, it is only checked"
     assert "launch.endpoint" not in alone and to_change(alone, 141.0).startswith(checked)
     assert several.endswith("launch.nproc=8 launch.nodes=2 launch.endpoint=node0:29500")
-    said = "Type it on each node, with the name of the first for node0:29500;"
+    said = "Run it on each node, with the first node's name for node0:29500;"
     assert to_change(several, 141).startswith(said)
     bare = train_command((), "", ProjectArgs("h200"))
-    assert to_change(bare, 141).startswith("Put your data in the place of")
+    assert to_change(bare, 141).startswith("Replace ")
 
 
 def test_what_has_no_projection_or_no_layout_is_refused(small_card):

@@ -240,7 +240,7 @@ def test_a_report_says_whether_the_run_learns(losses, said, tmp_path):
 def test_a_validation_that_was_better_before_is_no_learning_any_more(tmp_path):
     said = told(learning(with_losses(tmp_path, [2.0] * 30, (0, 9.0), (10, 2.5), (30, 2.75), epoch=3.0)))
     assert "Not any more: validation is best at step 10" in said and "read its data 3.0 times" in said
-    assert "validation is 0.75 above training" in said
+    assert "validation loss is 0.75 above training loss" in said
 
 
 def test_a_validation_that_still_falls_counts_more_than_noisy_training(tmp_path):

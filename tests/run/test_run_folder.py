@@ -108,7 +108,7 @@ def test_unfinished_runs_passed_over_are_named_in_a_short_line(tmp_path, caplog)
     with caplog.at_level("INFO"):
         announce(claim(base, long, resume=True), long)
     line = caplog.messages[-1]
-    assert "tiny-3 is unfinished" in line and "and 1 key more" in line
+    assert "tiny-3 is an unfinished run" in line and "and 1 key more" in line
     assert len(line) < 250 + len(str(tmp_path))
 
 

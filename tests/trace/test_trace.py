@@ -116,7 +116,7 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
     summary = read(whole, tmp_path)
     assert [*times_of(summary)] == ["full_iteration:replay"]
     (note,) = summary.notes
-    assert "its kernels say nothing of segments" in note and "graph.scope=layer tells segments apart" in note
+    assert "whose kernels name no segment" in note and "graph.scope=layer separates segments" in note
 
 
 def test_an_eager_backward_is_the_segments_of_the_forward_by_sequence_numbers(tmp_path):
@@ -257,15 +257,15 @@ REFUSED = (
     ("", "nothing to read; use run=outputs/tiny or trace=<file>"),
     ("run=a trace=b", "use one of them"),
     ("trace=a,b,c", "3 traces are given"),
-    ("trace=a rank=1", "rank=1 is one of a run"),
+    ("trace=a rank=1", "rank=1 selects a trace of run=..."),
     ("trace=a kernels=0", "kernels=0 must be 1 or more"),
     ("run=nowhere", "run=nowhere is not a folder"),
     ("run=.", "has no trace; a run with profile.steps=[10,12] writes one"),
     ("trace=nowhere.json", "nowhere.json cannot be read (No such file"),
     ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),
-    ("trace=torn.json.gz", "torn.json.gz is no whole trace"),
+    ("trace=torn.json.gz", "torn.json.gz is not a complete trace"),
     ("trace=list.json", "list.json: expected object, found array"),
-    ("trace=steps.json", "has no range ProfilerStep#"),
+    ("trace=steps.json", "has no steps (ranges named ProfilerStep#"),
     ("trace=idle.json", "has no kernel that a step launched"),
 )
 

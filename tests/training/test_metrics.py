@@ -187,7 +187,7 @@ def test_a_full_disk_costs_rows_and_is_named_once_for_each_file(tmp_path, caplog
     for name in ("metrics.jsonl", EXPERT_LOADS_FILE):
         assert [row["step"] for row in read_rows(tmp_path / name)] == [1, 4]
         assert [caplog.text.count(f"{name} takes {what}") for what in ("no more lines", "lines")] == [1, 1]
-    assert caplog.text.count("TensorBoard gets no more rows (File too large)") == 1
+    assert caplog.text.count("TensorBoard receives no more rows (File too large)") == 1
 
 
 def test_the_load_of_ranks_is_the_mean_of_layers_of_the_most_over_the_mean():

@@ -120,7 +120,7 @@ def test_a_tracker_that_is_not_there_or_refuses_says_what_to_do(
     assert not list(tmp_path.glob("run/*"))  # nothing that would take the folder from the next start
     wandb.log, mlflow.MlflowClient = refuse, lambda: SimpleNamespace(log_batch=refuse)
     tracked(tmp_path / "run", 0, 1, 2, **log)
-    assert caplog.text.count(f"{title} gets no more rows (no api_key") == 1
+    assert caplog.text.count(f"{title} receives no more rows (no api_key") == 1
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
     wandb.init = mlflow.set_experiment = refuse
     with pytest.raises(ConfigError, match=rf"log.{name}=true cannot begin \(no api_key\); {advice}"):

@@ -280,7 +280,7 @@ def test_seeds_change_weights_and_data_and_nothing_else_does(tmp_path):
 
 def test_a_summary_that_the_disk_does_not_take_is_an_error_that_says_what_to_do(tmp_path):
     trainer = train_in(tmp_path, "train.steps=1", "train.val_batches=0", "checkpoint.enabled=false")
-    said = "summary.json cannot be written after step 1: File too large; make room and start the same command"
+    said = "summary.json cannot be written after step 1: File too large; free space and run the command again"
     with no_file_beyond(10), pytest.raises(RunFailed, match=said):
         _summarise(trainer, tmp_path, True, [trainer.memory])
     assert not (tmp_path / "summary.tmp").exists()

@@ -90,8 +90,7 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """
     if config.layer not in LAYERS.names:
         raise ConfigError(
-            f"no Hugging Face family is known that has model.layer={config.layer}; those that are have "
-            f"{' or '.join(LAYERS.names)}"
+            f"no known Hugging Face family has model.layer={config.layer}; use {' or '.join(LAYERS.names)}"
         )
     attempts = []
     for family in FAMILIES:
@@ -103,10 +102,7 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
             attempts.append((len(lost), family, lost))
     if not attempts:
         known = " or ".join(dict.fromkeys(family.attention for family in FAMILIES))
-        raise ConfigError(
-            f"no Hugging Face family is known that has model.attention={config.attention}; those that are "
-            f"have {known}"
-        )
+        raise ConfigError(f"no known Hugging Face family has model.attention={config.attention}; use {known}")
     _, family, lost = min(attempts, key=lambda attempt: attempt[0])
     lines = [f"no Hugging Face family can express this model; {family.name} comes nearest but for:", *lost]
     raise ConfigError("\n  ".join(lines))
@@ -186,8 +182,8 @@ def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]
     again, problems = _read(family, raw, config.name)
     if family.name == "deepseek_v2" and config.hidden_size % config.num_heads:
         problems.append(
-            f"model.hidden_size={config.hidden_size} is no multiple of model.num_heads={config.num_heads}, "
-            "which transformers demands"
+            f"model.hidden_size={config.hidden_size} is not a multiple of model.num_heads={config.num_heads}"
+            ", as transformers requires"
         )
     return [*same_function(config, again), *problems]
 

@@ -108,9 +108,9 @@ class OpenFolder:
             elif header.dtype == FP8_NAME and len(wanted) == 2 and piece.ours not in SHARED:
                 problems += self.files.wrong_scale(piece.theirs)
             elif header.dtype not in DTYPES:
-                problems.append(f"no float tensor: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
+                problems.append(f"wrong dtype: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
             elif piece.repeats in headers and not self._equal(piece.theirs, piece.repeats):
-                problems.append(f"different: {piece.theirs} must equal {piece.repeats}; the model has one")
+                problems.append(f"different: {piece.theirs} must equal {piece.repeats}: the model ties them")
         known = {piece.theirs for piece in self.pieces}
         known |= {name + SCALE for name in known & headers.keys() if headers[name].dtype.startswith("F8")}
         for name, header in headers.items():

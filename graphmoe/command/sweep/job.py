@@ -96,8 +96,8 @@ def in_sweep() -> bool:
 def check_single(resume: str | None) -> None:
     if resume is not None:
         raise ConfigError(
-            f"sweep.resume={resume} goes on with a sweep, and this is one run; add -m and the words that "
-            f"began it"
+            f"sweep.resume={resume} continues a sweep, but this command is one run; add -m and the sweep's "
+            f"overrides"
         )
 
 
@@ -200,7 +200,7 @@ def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
         )
     if workers < count:
         idle = f"launch.nproc={workers} leaves {count - workers} of the launch.gpus_per_job={count} GPUs"
-        log.warning("%s of this job idle; launch.nproc=auto takes them all", idle)
+        log.warning("%s of this job are idle; launch.nproc=auto uses all of them", idle)
     with lease_gpus(count) as environment:
         yield environment
 

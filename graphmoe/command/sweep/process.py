@@ -58,8 +58,8 @@ class SweepError(BaseException):
         old, new = (" ".join(sorted(words)) or "no such word" for words in (was - is_now, is_now - was))
         if was != is_now:
             raise cls(
-                f"job {earlier.number} of this sweep was run with {old}, now it has {new}; go on with the "
-                f"words that began the sweep, or begin another one without sweep.resume"
+                f"job {earlier.number} of this sweep was run with {old}, now it has {new}; repeat the "
+                f"sweep's overrides, or start another sweep without sweep.resume"
             )
 
 
@@ -163,7 +163,7 @@ def _take_folder(config: DictConfig, planned: Sequence[Sequence[str]]) -> tuple[
             found.mkdir(parents=True, exist_ok=True)
             if lock := FileLock.acquire(found / _LOCK_FILE):
                 break
-            raise SweepError(f"{found} belongs to a sweep that is going on")
+            raise SweepError(f"{found} belongs to a sweep that is still running")
         except SweepError:
             if is_fixed:
                 raise
@@ -180,15 +180,15 @@ def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[s
     if resume is None:
         if earlier:
             raise SweepError(
-                f"hydra.sweep.dir={folder} holds a sweep already; {_resume(folder)} goes on with it, another "
-                f"folder begins a new one"
+                f"hydra.sweep.dir={folder} holds a sweep already; {_resume(folder)} continues it, another "
+                f"folder starts a new one"
             )
         return
     if Path(resume).expanduser().absolute() != folder:
         raise SweepError(f"sweep.resume={resume} is not hydra.sweep.dir={folder}; leave hydra.sweep.dir out")
     if read_object(folder / SWEEP_FILE, SweepRecord) is None:
         raise SweepError(
-            f"sweep.resume={resume} is no sweep's folder: it has no {SWEEP_FILE}; name one that a command "
+            f"sweep.resume={resume} is not a sweep's folder: it has no {SWEEP_FILE}; name one that a command "
             f"with -m has made, multirun/<run.name>/<time> by default"
         )
     for job in earlier:

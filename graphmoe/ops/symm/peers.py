@@ -149,12 +149,12 @@ def exchange_of(size: int) -> Any:
     exchange = IN_USE.exchange
     if exchange is None:
         raise RuntimeError(
-            "rows go to other ranks, and this process has no peers; call graphmoe.ops.symm.use_peers"
+            "this process has no peers to exchange rows with; call graphmoe.ops.symm.use_peers"
         )
     if exchange.peers.size != size:
         raise RuntimeError(
-            f"a send plan for {size} ranks, and there are {exchange.peers.size} peers: the plan was made for "
-            f"another layout than use_peers was given"
+            f"the send plan is for {size} ranks, but there are {exchange.peers.size} peers: the plan is "
+            f"for another layout than use_peers received"
         )
     return exchange
 

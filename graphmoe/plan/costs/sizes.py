@@ -167,16 +167,16 @@ def refuse_unknown(config: RunConfig) -> None:
     if config.parallel.dp_shard is DpShard.fsdp2:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
     if not config.compile.enabled:
-        problems.append("compile.enabled=false keeps what autograd keeps; use compile.enabled=true")
+        problems.append("compile.enabled=false saves what autograd chooses; use compile.enabled=true")
     if attention_facts(config.model).kept is None:
         problems.append(
-            f"the facts of model.attention={config.model.attention} do not say what its backward keeps; "
+            f"the facts of model.attention={config.model.attention} do not say what its backward saves; "
             f"give them kept, or use model.attention={' or '.join(ATTENTIONS.names)}"
         )
     if config.model.layer not in LAYERS.names:
-        problems.append(f"model.layer={config.model.layer} keeps what is not known; use {LAYERS.names[0]}")
+        problems.append(f"model.layer={config.model.layer} saves unknown activations; use {LAYERS.names[0]}")
     if config.passes.enabled is not None or config.passes.disabled:
-        problems.append("passes.enabled and passes.disabled change what is kept; leave them out")
+        problems.append("passes.enabled and passes.disabled change what is saved; leave them out")
     dispatcher = config.moe.dispatcher
     if dispatcher_facts(dispatcher).reads_peers and dispatcher != "symm":
         problems.append(

@@ -215,22 +215,22 @@ def vendor_dispatch_rules(config: RunConfig) -> Iterator[str]:
         return
     if parallel.etp > 1:
         yield (
-            f"{key} sends a token to one rank for each expert, and parallel.etp={parallel.etp} splits each "
-            f"over several; use parallel.etp=1, or {INSTEAD}"
+            f"{key} sends a token to one rank per expert, but parallel.etp={parallel.etp} splits each "
+            f"expert over several; use parallel.etp=1, or {INSTEAD}"
         )
     if parallel.ep not in limits.ranks:
         yield (
-            f"{key} exchanges between 2, 4 or 8 ranks, and parallel.ep={parallel.ep}; use parallel.ep of "
+            f"{key} exchanges between 2, 4 or 8 ranks, not parallel.ep={parallel.ep}; use parallel.ep of "
             f"these, or {_instead(ranks)}"
         )
     elif model.num_experts > limits.experts * parallel.ep:
         yield (
-            f"{key} takes up to {limits.experts} experts of a rank, and model.num_experts="
-            f"{model.num_experts} over parallel.ep={parallel.ep} are {model.num_experts // parallel.ep}; use "
+            f"{key} supports at most {limits.experts} experts per rank, but model.num_experts="
+            f"{model.num_experts} over parallel.ep={parallel.ep} is {model.num_experts // parallel.ep}; use "
             f"more ranks, or {INSTEAD}"
         )
     if config.precision.compute is ComputeDtype.fp32:
-        yield f"{key} moves bf16 and precision.compute=fp32; use precision.compute=bf16, or {INSTEAD}"
+        yield f"{key} transfers bf16, not precision.compute=fp32; use precision.compute=bf16, or {INSTEAD}"
     yield from _row_rules(key, limits, model)
 
 
@@ -239,12 +239,12 @@ def _row_rules(key: str, limits: BufferLimits, model: ModelConfig) -> Iterator[s
     if hidden % limits.hidden_step or (most is not None and hidden > most):
         limit = "" if most is None else f", {most} at most"
         yield (
-            f"{key} moves rows of a multiple of {limits.hidden_step} numbers{limit}, and "
+            f"{key} transfers rows of a multiple of {limits.hidden_step} values{limit}, not "
             f"model.hidden_size={hidden}; use such a size, or {INSTEAD}"
         )
     if model.top_k > limits.top_k:
         yield (
-            f"{key} takes up to {limits.top_k} experts of a token, and model.top_k={model.top_k}; use "
+            f"{key} supports at most {limits.top_k} experts per token, not model.top_k={model.top_k}; use "
             f"{INSTEAD}"
         )
 
@@ -266,14 +266,14 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
             "moe.dispatcher=symm" if config.parallel.ep * config.parallel.etp > 1 else "parallel.ep=2 or more"
         )
         yield (
-            f"pipeline.ep_overlap=true hides transfers that the host does not wait for, and "
-            f"moe.dispatcher={choice} has none; use {instead}"
+            f"pipeline.ep_overlap=true overlaps an exchange only if it does not sync with the host; "
+            f"moe.dispatcher={choice} does, so use {instead}"
         )
     if not config.compile.enabled:
-        yield "pipeline.ep_overlap=true runs compiled units; use compile.enabled=true"
+        yield "pipeline.ep_overlap=true needs compiled units; use compile.enabled=true"
     if not splits_backward(config.passes):
         yield (
-            "pipeline.ep_overlap=true makes weight gradients apart from those of inputs; let the pass "
+            "pipeline.ep_overlap=true needs dgrad and wgrad as separate calls; let the pass "
             "split_backward run (passes.enabled, passes.disabled)"
         )
     if config.parallel.dp_shard is DpShard.fsdp2:

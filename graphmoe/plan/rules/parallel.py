@@ -51,7 +51,7 @@ def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator
     if together > 0 and train.global_batch_size > MOST_MICRO_BATCHES * together:
         yield (
             f"train.global_batch_size={train.global_batch_size} is {train.global_batch_size // together} "
-            f"micro-batches of a rank in each step; use at most {MOST_MICRO_BATCHES * together}, or a larger "
+            f"micro-batches per rank in each step; use at most {MOST_MICRO_BATCHES * together}, or a larger "
             f"train.micro_batch_size"
         )
     if dp > 1 and together > 0 and train.global_batch_size % together:
@@ -74,8 +74,8 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
         return
     if parallel.dp_shard is DpShard.fsdp2:
         yield (
-            f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch anew, and parallel.pp="
-            f"{parallel.pp} has many under way; use parallel.dp_shard=zero1"
+            f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch, and parallel.pp="
+            f"{parallel.pp} has several in flight; use parallel.dp_shard=zero1"
         )
     if config.graph.scope == FULL_ITERATION and config.profile.pipeline:
         yield (
@@ -84,7 +84,7 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
         )
     if splits and config.compile.enabled and not splits_backward(config.passes):
         yield (
-            f"pipeline.schedule={schedule} makes weight gradients apart from those of inputs; let the pass "
+            f"pipeline.schedule={schedule} needs dgrad and wgrad as separate calls; let the pass "
             f"split_backward run (passes.enabled, passes.disabled), or use pipeline.schedule=1f1b"
         )
 
@@ -94,7 +94,7 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
     for axis, size in {"tp": parallel.tp, "cp": parallel.cp}.items():
         if size > 1 and axis not in axes:
             yield (
-                f"parallel.{axis}={size} shares attention between ranks, and the facts of model.attention="
+                f"parallel.{axis}={size} splits attention over ranks, but the facts of model.attention="
                 f"{kind} have no {axis} in axes; use parallel.{axis}=1, or model.attention="
                 f"{' or '.join(ATTENTIONS.names)}"
             )
@@ -107,7 +107,7 @@ def layer_rules(config: RunConfig) -> Iterator[str]:
             continue
         if axis not in look_up({}, name, "model.layer", tuple, "axes"):
             yield (
-                f"parallel.{axis}={size} shares layers between ranks, and model.layer={name} has no {axis} "
+                f"parallel.{axis}={size} splits layers over ranks, but model.layer={name} has no {axis} "
                 f"in axes; use parallel.{axis}=1, or model.layer={' or '.join(LAYERS.names)}"
             )
 
@@ -122,7 +122,7 @@ def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
             lower, upper = (below, below + parallel.tp) if below else (parallel.tp, 2 * parallel.tp)
             valid = " or ".join(map(str, divisors(value, parallel.tp)))
             yield (
-                f"parallel.tp={parallel.tp} does not divide {key}={value}, the {what} that its ranks share; "
+                f"parallel.tp={parallel.tp} does not divide {key}={value}, the {what} that it splits; "
                 f"use tp={valid}, or {key}={lower} or {upper}"
             )
 
@@ -131,8 +131,8 @@ def shard_rules(config: RunConfig) -> Iterator[str]:
     scope = config.graph.scope
     if config.parallel.dp_shard is DpShard.fsdp2 and scope != "none":
         yield (
-            f"parallel.dp_shard=fsdp2 gives the memory of a layer's weights back after each use, and "
-            f"graph.scope={scope} replays from graphs that read them at fixed addresses; use "
+            f"parallel.dp_shard=fsdp2 frees a layer's gathered weights after each use, but "
+            f"graph.scope={scope} replays graphs that read them at fixed addresses; use "
             f"graph.scope=none, or parallel.dp_shard=zero1"
         )
 
@@ -164,8 +164,8 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
         key, heads = undivided
         valid = " or ".join(str(n) for n in range(1, cp) if heads % (n * tp) == 0)
         yield (
-            f"parallel.cp_method=alltoall gives each rank of parallel.cp={cp} a part of the heads, and "
-            f"{key}={heads}, of which a rank of parallel.tp={tp} has {heads / tp:g}, cannot be shared so; "
+            f"parallel.cp_method=alltoall splits heads over parallel.cp={cp}, which does not divide the "
+            f"{heads / tp:g} that a rank of parallel.tp={tp} has of {key}={heads}; "
             f"use parallel.cp_method=ring{f', or parallel.cp={valid}' if valid else ''}"
         )
     if ring and model.attention_backend not in RING_BACKENDS:

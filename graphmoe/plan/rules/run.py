@@ -57,7 +57,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
         if not getattr(data, key):
             yield f"data.source={data.source} needs data.{key}, {examples[key]}"
     if data.weights and len(data.weights) != len(data.paths):
-        yield f"data.weights={data.weights} must be as many as data.paths, which are {len(data.paths)}"
+        yield f"data.weights={data.weights} must have one weight for each of the {len(data.paths)} data.paths"
     elif not all(0 < weight < math.inf for weight in data.weights):
         yield f"data.weights={data.weights} must be greater than 0"
     if data.seq_len is not None and data.seq_len > model.context_length:
@@ -117,7 +117,7 @@ def length_rules(config: RunConfig) -> Iterator[str]:
         )
     if train.tokens is not None and train.epochs is not None:
         yield (
-            f"train.tokens={train.tokens} and train.epochs={train.epochs} both say how long the run is; "
+            f"train.tokens={train.tokens} and train.epochs={train.epochs} both set the length of the run; "
             f"leave one of them out"
         )
 
@@ -135,8 +135,8 @@ def lr_schedule_rules(config: RunConfig) -> Iterator[str]:
     start = optim.decay_steps(total_steps).start
     if start < warmup <= total_steps:
         yield (
-            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule={optim.schedule} "
-            f"begins: of train.steps={total_steps} those from {start} on decay "
+            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule={optim.schedule} begins, "
+            f"which is step {start} of train.steps={total_steps} "
             f"(optim.wsd_decay_fraction={fraction}); use at most optim.warmup_steps={start}, or "
             f"optim.schedule=cosine"
         )
@@ -168,7 +168,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
         yield f"precision.fp8_products={precision.fp8_products} has {', '.join(unknown)}{choices}"
     elif not precision.fp8_products:
         some = ", ".join(FP8_PRODUCTS)
-        yield f"precision.fp8_products=[] names none; use some of {some}, or precision.fp8=none"
+        yield f"precision.fp8_products=[] is empty; use some of {some}, or precision.fp8=none"
     count, skipped = config.model.num_layers + config.model.mtp_depth, precision.fp8_skip_layers
     bad = [str(layer) for layer in skipped if not -count <= layer < count]
     if bad and count > 0:
@@ -177,7 +177,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
         return
     by = FORMATS[precision.fp8]
     if not bad and 0 < count == len({layer % count for layer in skipped}):
-        yield f"precision.fp8_skip_layers={skipped} are all layers; skip fewer, or use precision.fp8=none"
+        yield f"precision.fp8_skip_layers={skipped} skips all layers; skip fewer, or use precision.fp8=none"
     in_fp8 = "experts" in precision.fp8_products and has_experts(config.model)
     others = ",".join(name for name in precision.fp8_products if name != "experts")
     without = f", or precision.fp8_products=[{others}]" if others else ""
@@ -185,7 +185,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
     if by.is_delayed and config.parallel.dp_shard is DpShard.fsdp2:
         yield (
-            f"{key} has scales beside whole weights, but parallel.dp_shard=fsdp2 shards them; "
+            f"{key} keeps one scale for parts of whole weights, but parallel.dp_shard=fsdp2 shards them; "
             f"use precision.fp8=rowwise, or parallel.dp_shard=zero1"
         )
     vendor = experts_of(config).fp8_vendor
@@ -197,19 +197,19 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
             even = -(-size // by.aligned) * by.aligned
             yield f"{key} of experts needs multiples of {by.aligned}, and {name} is {size}; use {even}"
     if not config.compile.enabled:
-        yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
+        yield f"{key} needs compiled units, but compile.enabled=false; use compile.enabled=true"
     else:
         ours = bool(others) or vendor is None
         passes = [*["fp8_quantise"] * ours, *["fp8_linear"] * bool(others), *["fp8_experts"] * in_fp8]
         off = [name for name in passes if not runs_pass(config.passes, name)]
         if off:
             yield (
-                f"{key} is the work of passes, and passes.enabled or passes.disabled leaves out "
-                f"{', '.join(off)}; let them run, or use precision.fp8=none"
+                f"{key} needs the passes {', '.join(off)}, which passes.enabled or passes.disabled "
+                f"leaves out; let them run, or use precision.fp8=none"
             )
     if config.compile.enabled and in_fp8 and dispatcher_of(config.moe, config.parallel) == "alltoall":
         yield (
-            f"{key} needs experts that are compiled, and those behind moe.dispatcher=alltoall are not; use "
+            f"{key} needs compiled experts, which moe.dispatcher=alltoall does not have; use "
             f"moe.dispatcher=symm{without}"
         )
 
@@ -264,7 +264,7 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
             yield f"recompute.{key}={given} names {', '.join(twice)} twice; name each once"
     if wanted.ops and not config.compile.enabled:
         yield (
-            f"recompute.ops={wanted.ops} are chosen in compiled graphs, and compile.enabled=false; use "
+            f"recompute.ops={wanted.ops} needs compiled graphs, but compile.enabled=false; use "
             f"compile.enabled=true, or recompute.segments"
         )
     layers = [i for i in wanted.layer_ids if 0 <= i <= last] or range(last + 1)
@@ -326,8 +326,8 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
     counts = [count for count in (launch.nproc, launch.nodes) if type(count) is int]
     if counts not in ([], [1], [1, 1]) and math.prod(counts) != world:
         yield (
-            f"launch.fake_world={world} stands for all ranks, and launch.nproc={launch.nproc} with "
-            f"launch.nodes={launch.nodes} for others; leave those two out"
+            f"launch.fake_world={world} sets the number of ranks, and launch.nproc={launch.nproc} with "
+            f"launch.nodes={launch.nodes} another one; leave those two out"
         )
     if launch.fake_rank is not None and not 0 <= launch.fake_rank < world:
         yield (
@@ -336,8 +336,8 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
         )
     if config.parallel.dp_shard is DpShard.fsdp2:
         yield (
-            f"launch.fake_world={world} counts what parallel.dp_shard=zero1 keeps and sends, and "
-            f"parallel.dp_shard=fsdp2 is given; leave one of them out"
+            f"launch.fake_world={world} is a dry run, which knows memory and traffic of "
+            f"parallel.dp_shard=zero1, not of fsdp2; leave one of them out"
         )
     if launch.write_only:
         yield (

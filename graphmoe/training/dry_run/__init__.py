@@ -192,7 +192,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
 
 def _say_what_is_left_out(config: RunConfig) -> None:
     if config.compile.enabled:
-        log.info("dry run: segments are traced, rewritten and cut as a compiled run does, and not compiled")
+        log.info("dry run: segments are traced, rewritten and cut as in a compiled run, but not compiled")
     if config.graph.scope != "none":
         log.warning("graph.scope=%s has no effect on a dry run: nothing is captured", config.graph.scope)
     if config.pipeline.ep_overlap and config.parallel.pp == 1:
@@ -203,4 +203,4 @@ def _say_what_is_left_out(config: RunConfig) -> None:
         )
     if config.model.attention_backend is not AttentionBackend.auto:
         name = config.model.attention_backend.value
-        log.warning("model.attention_backend=%s has no effect on a dry run, which takes auto", name)
+        log.warning("model.attention_backend=%s has no effect on a dry run, which uses auto", name)

@@ -54,7 +54,7 @@ def verdict(document: dict[str, Any]) -> str:
     peak, state = memory["peak_bytes"], sum({**memory["state_bytes"], "shared": 0}.values())
     numbers = f"the peak is {_gib(peak)} GiB ({peak:,} bytes) and the device has {_gib(card)} GiB"
     if document["fits"]:
-        return f"[bold]fits[/bold]: {numbers}, {_gib(card - peak)} GiB more"
+        return f"[bold]fits[/bold]: {numbers}, {_gib(card - peak)} GiB to spare"
     lines = f"[bold]DOES NOT FIT[/bold]: {numbers}, {_gib(peak - card)} GiB ({peak - card:,} bytes) too few. "
     pipeline = document["pipeline"]
     if state > card:

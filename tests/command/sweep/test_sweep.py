@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_pat
         "sweep.resume=empty": "sweep.resume=empty is no sweep's folder: it has no sweep.json; name ",
         DIR: "holds a sweep already; sweep.resume=sweep goes on with it",
         "hydra.sweep.dir=other sweep.resume=sweep": "leave hydra.sweep.dir out",
-        "sweep.resume=sweep": "belongs to a sweep that is going on",
+        "sweep.resume=sweep": "belongs to a sweep that is still running",
     }
     lock = FileLock.acquire(tmp_path / "sweep" / "sweep.lock")
     for words, said in refused.items():

@@ -23,7 +23,7 @@ moe.dispatcher=symm | parallel.etp is 1; use moe.dispatcher=auto or local
 parallel.ep=2 parallel.etp=2 moe.dispatcher=symm launch.nproc=2 launch.nodes=2
     | ranks are not a multiple of parallel.ep * parallel.etp = 4; use a product that divides 2, or
 parallel.pp=2 pipeline.schedule=zb1p passes.disabled=[split_backward] | let the pass split_backward run
-parallel.pp=2 pipeline.schedule=zbv passes.enabled=[fuse_experts] | inputs; let the pass split_backward run
+parallel.pp=2 pipeline.schedule=zbv passes.enabled=[fuse_experts] | calls; let the pass split_backward run
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0 | must be a number greater than 0, or worst_case
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=most | must be a number greater than 0, or worst_case
 parallel.ep=2 moe.balance=replicas
@@ -37,13 +37,13 @@ moe.force_balance=true moe.expert_load=burst | both replace the router's choice;
 moe.expert_load=hot | moe.expert_load=hot: there is no such load; use none, balanced, hot_experts, hot_rank,
 model.num_experts=256 model.top_k=128 moe.expert_load=burst | must be at most 127 where moe.expert_load=burst
 moe.expert_load=/no/loads.json | moe.expert_load: /no/loads.json cannot be read
-parallel.ep=2 pipeline.ep_overlap=true | moe.dispatcher=alltoall has none; use moe.dispatcher=symm
+parallel.ep=2 pipeline.ep_overlap=true | moe.dispatcher=alltoall does, so use moe.dispatcher=symm
 OVERLAP graph.scope=layer | those that graph.scope=layer captures; use graph.scope=full_iteration or none
 OVERLAP parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 gathers one; use parallel.dp_shard=zero1
-OVERLAP compile.enabled=false | pipeline.ep_overlap=true runs compiled units; use compile.enabled=true
+OVERLAP compile.enabled=false | pipeline.ep_overlap=true needs compiled units; use compile.enabled=true
 OVERLAP passes.disabled=[split_backward] | let the pass split_backward run
-parallel.tp=2 model.num_heads=3 | attention heads that its ranks share; use tp=1, or model.num_heads=2 or 4
-parallel.tp=4 model.attention=gqa model.num_kv_heads=2 | share; use tp=1 or 2, or model.num_kv_heads=4 or 8
+parallel.tp=2 model.num_heads=3 | attention heads that it splits; use tp=1, or model.num_heads=2 or 4
+parallel.tp=4 model.attention=gqa model.num_kv_heads=2 | use tp=1 or 2, or model.num_kv_heads=4 or 8
 parallel.tp=2 model.dense_ffn_size=9 | model.dense_ffn_size=9, the width of the dense MLP
 parallel.tp=2 model.shared_ffn_size=9 | model.shared_ffn_size=9, the width of the shared experts
 parallel.tp=2 model.vocab_size=4097 | model.vocab_size=4097, the rows of embedding and head
@@ -78,16 +78,16 @@ data.source=memmap data.paths=[a] data.text_field=body | data.text_field=body ha
 data.source=synthetic data.shuffle=false | data.shuffle=false has no effect with data=synthetic; add data=
 data.source=hf data.hf_name=a data.tokenizer=t data.paths=[a] | data.paths=[a] has no effect with data=hf; add
 data.source=files data.paths=[a] data.tokenizer=t data.bpe_vocab_size=500 | has no effect with data=files; add
-data.source=memmap data.paths=[a,b] data.weights=[1] | data.weights=[1.0] must be as many as data.paths, which
+data.source=memmap data.paths=[a,b] data.weights=[1] | must have one weight for each of the 2 data.paths
 data.source=memmap data.paths=[a] data.weights=[0] | data.weights=[0.0] must be greater than 0
 data.source=memmap data.paths=[a] data.weights=[.inf] | data.weights=[inf] must be greater than 0
 precision.fp8_products=[expert] | precision.fp8_products=['expert'] has expert; did you mean 'experts'?
-precision.fp8_products=[] | precision.fp8_products=[] names none; use some of experts, attn
-precision.fp8=rowwise passes.enabled=[] | leaves out fp8_quantise, fp8_linear, fp8_experts; let them
+precision.fp8_products=[] | precision.fp8_products=[] is empty; use some of experts, attn
+precision.fp8=rowwise passes.enabled=[] | needs the passes fp8_quantise, fp8_linear, fp8_experts, which
 model.num_layers=3 model.mtp_depth=1 precision.fp8_skip_layers=[0,4,-5]
     | precision.fp8_skip_layers=[0, 4, -5] has 4, -5; use -4 to 3
 model.num_layers=2 precision.fp8=rowwise compile.enabled=true precision.fp8_skip_layers=[0,-1]
-    | precision.fp8_skip_layers=[0, -1] are all layers; skip fewer, or use precision.fp8=none
+    | precision.fp8_skip_layers=[0, -1] skips all layers; skip fewer, or use precision.fp8=none
 precision.fp8=rowwise model.expert_ffn_size=24 | of 16, and model.expert_ffn_size of a rank is 24; use 32
 precision.fp8=rowwise compile.enabled=false | compile.enabled=false; use compile.enabled=true
 precision.fp8=rowwise compile.enabled=true parallel.ep=2 moe.dispatcher=alltoall | moe.dispatcher=symm, or
@@ -107,31 +107,31 @@ FP8_ROWS precision.fp8_products=[attn] | but the experts of precision.fp8_produc
 FP8_ROWS precision.fp8=mxfp8 model.expert_ffn_size=64
     | but precision.fp8=mxfp8 does not scale by row; use moe.dispatch_dtype=auto or
 FP8_ROWS moe.dispatcher=nvshmem | fp8 experts, but moe.dispatcher=nvshmem cannot send fp8 rows; use
-FP8_ROWS passes.disabled=[fp8_experts] | or passes.disabled leaves out fp8_experts; let them run, or use
+FP8_ROWS passes.disabled=[fp8_experts] | needs the passes fp8_experts, which passes.enabled or
 FP8_ROWS model.layer=graphmoe.model.layer:MoELayer | model.layer:MoELayer may not use fp8; use
 train.tokens=many | train.tokens=many must be a number of tokens from 1 to 1e+18, such as 1e9 or 300M (K, M,
 train.tokens=0 | train.tokens=0 must be
-train.tokens=1e6 train.epochs=2 | both say how long the run is; leave one of them out
-train.tokens=1M optim.schedule=wsd optim.warmup_steps=14 | of train.steps=16 those from 13 on decay
+train.tokens=1e6 train.epochs=2 | both set the length of the run; leave one of them out
+train.tokens=1M optim.schedule=wsd optim.warmup_steps=14 | begins, which is step 13 of train.steps=16
 data.seq_len=5000 | data.seq_len=5000 exceeds model.context_length=4096; use at most 4096
 data.seq_len=2 model.mtp_depth=2 | leaves no label for model.mtp_depth=2; use at least 3
 optim.wsd_decay_fraction=0 | never decays; use a share above 0, or optim.schedule=constant
 optim.schedule=wsd optim.wsd_decay_fraction=0.5 train.steps=100 optim.warmup_steps=51
-    | those from 50 on decay (optim.wsd_decay_fraction=0.5); use at most optim.warmup_steps=50
+    | is step 50 of train.steps=100 (optim.wsd_decay_fraction=0.5); use at most optim.warmup_steps=50
 train.seed=9223372036854775808 | train.seed=9223372036854775808 needs more than 64 bits
 train.global_batch_size=10 train.micro_batch_size=4 | use e.g. micro_batch_size=2 or global_batch_size=12
 launch.nproc=8 train.global_batch_size=48 | 8 workers (launch.nproc times launch.nodes); use a multiple of 32
 launch.nproc=8 parallel.tp=2 train.global_batch_size=24 | times 4 data-parallel ranks; use a multiple of 16
 parallel.cp=4 parallel.cp_method=alltoall model.num_heads=6
-    | of parallel.tp=1 has 6, cannot be shared so; use parallel.cp_method=ring, or parallel.cp=1 or 2 or 3
+    | of parallel.tp=1 has of model.num_heads=6; use parallel.cp_method=ring, or parallel.cp=1 or 2 or 3
 parallel.cp=2 parallel.tp=2 parallel.cp_method=alltoall model.attention=gqa model.num_kv_heads=2
-    | of which a rank of parallel.tp=2 has 1, cannot be shared so; use parallel.cp_method=ring
+    | the 1 that a rank of parallel.tp=2 has of model.num_kv_heads=2; use parallel.cp_method=ring
 parallel.cp=2 data.seq_len=65 | * parallel.tp=1 ranks: it is not a multiple of 2; use data.seq_len=64 or 66
 parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60 | of 8; use data.seq_len=56 or 64
 parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false
     | by parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall
 parallel.dp_shard=fsdp2 compile.enabled=true graph.scope=layer | use graph.scope=none
-parallel.pp=2 parallel.dp_shard=fsdp2 | has many under way; use parallel.dp_shard=zero1
+parallel.pp=2 parallel.dp_shard=fsdp2 | has several in flight; use parallel.dp_shard=zero1
 parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true
     | use profile.pipeline=false, or another graph.scope
 PIPELINE pipeline.schedule=zbb | pipeline.schedule=zbb: there is no such choice; use one of gpipe,
@@ -212,7 +212,7 @@ launch.fake_world=8 parallel.pp=2 pipeline.microbatches=3 train.global_batch_siz
 launch.fake_world=8 parallel.pp=2 pipeline.microbatches=0 train.global_batch_size=16 | greater than 0
 launch.fake_world=8 launch.nproc=2 | leave those two out
 launch.fake_world=8 launch.write_only=true | leave one of them out
-launch.fake_world=8 parallel.dp_shard=fsdp2 | counts what parallel.dp_shard=zero1 keeps
+launch.fake_world=8 parallel.dp_shard=fsdp2 | knows memory and traffic of parallel.dp_shard=zero1
 launch.fake_world=8 train.global_batch_size=24 | use a multiple of
 profile.steps=[1,2,3] | has 3 numbers; use the first and the last, or one
 profile.steps=[0,2] | counted from 1, e.g. [10,12]
@@ -229,18 +229,18 @@ graph.scope=[attn,optimizer] | has optimizer; use one of none, partial, moe, lay
 graph.scope=[] | names no segment; use graph.scope=none
 graph.scope=partial compile.enabled=false
     | compile.enabled=true, graph.scope=full_iteration or graph.scope=none
-train.global_batch_size=65537 train.micro_batch_size=1 | of a rank in each step; use at most 65536
-VENDOR moe.dispatcher=deepep parallel.ep=2 parallel.etp=2 | splits each over several; use parallel.etp=1
+train.global_batch_size=65537 train.micro_batch_size=1 | per rank in each step; use at most 65536
+VENDOR moe.dispatcher=deepep parallel.ep=2 parallel.etp=2 | each expert over several; use parallel.etp=1
 VENDOR moe.dispatcher=deepep | parallel.ep=1; use parallel.ep of these, or moe.dispatcher=auto
 VENDOR moe.dispatcher=deepep parallel.ep=16 launch.nproc=16 | moe.dispatcher=alltoall, or symm within a node
-VENDOR moe.dispatcher=deepep parallel.ep=2 model.num_experts=512 | parallel.ep=2 are 256; use more ranks
+VENDOR moe.dispatcher=deepep parallel.ep=2 model.num_experts=512 | parallel.ep=2 is 256; use more ranks
 VENDOR moe.dispatcher=deepep parallel.ep=2 precision.compute=fp32
     | use precision.compute=bf16, or moe.dispatcher=alltoall
 VENDOR moe.dispatcher=deepep parallel.ep=2 model.hidden_size=2880
-    | rows of a multiple of 256 numbers, 7936 at most, and model.hidden_size=2880; use such a size, or
-VENDOR moe.dispatcher=deepep parallel.ep=2 model.hidden_size=8192 | 7936 at most, and model.hidden_size=8192
-VENDOR moe.dispatcher=turbo parallel.ep=2 model.hidden_size=2052 | of 8 numbers, and model.hidden_size=2052
-VENDOR moe.dispatcher=deepep parallel.ep=8 model.top_k=33 | 32 experts of a token, and model.top_k=33; use
+    | rows of a multiple of 256 values, 7936 at most, not model.hidden_size=2880; use such a size, or
+VENDOR moe.dispatcher=deepep parallel.ep=2 model.hidden_size=8192 | 7936 at most, not model.hidden_size=8192
+VENDOR moe.dispatcher=turbo parallel.ep=2 model.hidden_size=2052 | of 8 values, not model.hidden_size=2052
+VENDOR moe.dispatcher=deepep parallel.ep=8 model.top_k=33 | 32 experts per token, not model.top_k=33; use
 VENDOR moe.dispatcher=nvshmem parallel.ep=2 parallel.etp=3 model.expert_ffn_size=48 launch.nproc=6
     | parallel.ep=2 * parallel.etp=3 = 6; use such a product, or moe.dispatcher=alltoall, or
 VENDOR moe.dispatcher=nvshmem | * parallel.etp=1 = 1; use such a product, or moe.dispatcher=auto

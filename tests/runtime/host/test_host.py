@@ -46,9 +46,15 @@ def machine(tmp_path, monkeypatch):
         (TWO, ALL, 0, "cuda:1", "2 CPUs of NUMA node 1, that of GPU 1"),
         (TWO, ALL, 1, "cuda:0", "2 CPUs of NUMA node 1, that of GPU 0"),  # found by its place on the bus
         (TWO, {1, 2}, 0, "cuda:1", "1 CPUs of NUMA node 1, that of GPU 1"),
-        (TWO, {1}, 0, "cuda:1", "any CPU: the process may use no CPU of NUMA node 1, that of GPU 1"),
+        (
+            TWO,
+            {1},
+            0,
+            "cuda:1",
+            "any CPU: the process may not use any CPU of NUMA node 1, to which GPU 1 is attached",
+        ),
         (TWO, ALL, 0, "cuda:2", "any CPU: the system does not say which NUMA node GPU 2 is attached to"),
-        (TWO, ALL, 0, "cpu", "any CPU: the run has no GPU to be near to"),
+        (TWO, ALL, 0, "cpu", "any CPU: the run uses no GPU"),
         ({0: "0-3"}, ALL, 0, "cuda:1", "any CPU: this machine has one NUMA node"),
         ({}, ALL, 0, "cuda:1", "any CPU: this machine shows no NUMA nodes"),
     ],

@@ -54,9 +54,9 @@ def test_on_cuda_multicast_is_off_if_nobody_else_has_set_it(environment, build):
     del environment[MARKER]
     environment |= users
     assert texts(HostConfig()) == [
-        f"NCCL_NVLS_ENABLE=1 is set already and stays ({KEY} would set 0)",
+        f"NCCL_NVLS_ENABLE=1 is set already and is kept ({KEY} would set 0)",
         f"{SYMM} is set already ({KEY} would do the same)",
-        f"NVSHMEM_DISABLE_NVLS=0 is set already and stays ({KEY} would set 1)",
+        f"NVSHMEM_DISABLE_NVLS=0 is set already and is kept ({KEY} would set 1)",
     ]
     environment |= {"NCCL_NVLS_ENABLE": "0"}
     said = "host.nvlink_multicast=true has no effect on what is set already: "
@@ -136,7 +136,7 @@ def test_a_variable_that_someone_changed_after_us_stays(environment, build):
     build("cuda")
     texts(HostConfig())
     environment["NCCL_NVLS_ENABLE"] = "1"
-    assert texts(HostConfig())[0].startswith("NCCL_NVLS_ENABLE=1 is set already and stays")
+    assert texts(HostConfig())[0].startswith("NCCL_NVLS_ENABLE=1 is set already and is kept")
     assert "NCCL_NVLS_ENABLE" not in json.loads(environment[MARKER])
 
 

@@ -53,7 +53,7 @@ def test_a_file_that_could_not_be_replaced_stays_and_its_draft_takes_no_room(tmp
     with no_file_beyond(10), dispensable(path):
         replace_text(path, "new" * 10)
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"] and path.read_text() == "old"
-    assert caplog.messages == [f"{path} is not written (File too large); the run goes on"]
+    assert caplog.messages == [f"{path} is not written (File too large); the run continues"]
     with pytest.raises(ValueError), dispensable(path):
         raise ValueError
 
@@ -188,7 +188,7 @@ print("three", file=sys.stderr)
 print("four", flush=True)
 logging.info("five")
 """
-    gone = [f"WARNING {name} cannot be written ({why}); the run goes on" for name in ("stderr", "stdout")]
+    gone = [f"WARNING writing {name} failed ({why}); the run continues" for name in ("stderr", "stdout")]
     lines = run_without_console(tmp_path, "-c", code, why=why).splitlines()
     assert lines == [gone[0], "INFO one", "WARNING two", gone[1], "INFO five"]
 

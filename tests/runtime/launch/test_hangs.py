@@ -108,7 +108,7 @@ def test_a_process_that_is_stopped_hangs_whatever_it_does(stamps, logs, workers,
     worker = workers(0, "/x/mine.py", 600)
     psutil.Process(worker.pid).suspend()
     said = watched(stamps, logs, worker, 0.5).message
-    assert said.endswith(": its process is stopped, as SIGSTOP does")
+    assert said.endswith(": its process is stopped (SIGSTOP)")
 
 
 def test_no_worker_counts_as_hanging_once_another_is_gone(stamps, logs, workers):

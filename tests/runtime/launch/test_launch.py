@@ -133,8 +133,8 @@ def test_keys_that_start_processes_are_refused_under_torchrun(monkeypatch):
     for word, said in {
         "launch.nproc=4": "launch.nproc=4, but torchrun started 2 ranks on each node; leave it out",
         "launch.max_restarts=1": "launch.max_restarts=1 is for workers that graphmoe starts, not torchrun",
-        "launch.write_only=true": "launch.write_only is for one process; start it without torchrun",
-        "launch.fake_world=8": "launch.fake_world is for one process; start it without torchrun",
+        "launch.write_only=true": "launch.write_only runs in one process; start it without torchrun",
+        "launch.fake_world=8": "launch.fake_world runs in one process; start it without torchrun",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
             counted(config(word, "train.global_batch_size=64"), "torchrun")
@@ -183,12 +183,12 @@ def test_a_failed_worker_starts_all_again_and_the_first_error_is_what_the_user_r
     assert run.wait() == 1
     rank, log = f"rank 1 on {socket.gethostname()}", tmp_path / "run" / "logs" / "rank1.log"
     said = run.err.read_text()
-    one, two, three = [line for line in said.splitlines() if "; all workers start again (" in line]
-    assert f"{rank}: RuntimeError: the cause, before step 4; all workers start again (1 of 3)" in one
-    assert "continuing after step 2 of" in said and two.endswith("all workers start again (2 of 3)")
+    one, two, three = [line for line in said.splitlines() if "; all workers are restarted (" in line]
+    assert f"{rank}: RuntimeError: the cause, before step 4; all workers are restarted (1 of 3)" in one
+    assert "continuing after step 2 of" in said and two.endswith("all workers are restarted (2 of 3)")
     assert f"{rank}: no progress for " in two and "in step 5: its process is stopped" in two
     killed = f"{rank} ended without a word, as one that was killed does"
-    assert three.endswith(f"{killed}; all workers start again (3 of 3)")
+    assert three.endswith(f"{killed}; all workers are restarted (3 of 3)")
     end = f"error: {rank}: RuntimeError: the cause, before step 8\n  log of rank 1: {log}\n"
     assert said.endswith(end) and "Traceback" not in said
     assert log.read_text().count("RuntimeError: the cause, before step 8") == 1
@@ -289,7 +289,7 @@ def test_a_restart_says_what_is_known_of_its_cause(tmp_path, left, caplog, error
     for rank, (error, status) in errors.items():
         left(rank, error, 10.0 + rank, status)
     start(1)
-    assert caplog.messages == [f"{said.format(host=platform.node())}; all workers start again (1 of 2)"]
+    assert caplog.messages == [f"{said.format(host=platform.node())}; all workers are restarted (1 of 2)"]
 
 
 def test_errors_that_say_only_that_a_connection_broke_are_not_the_first_if_there_is_another(tmp_path, left):

@@ -80,7 +80,7 @@ def test_two_steps_of_a_job_never_exchange_ranks(tmp_path, endpoint, at_one_port
     }
     taken = f"error: rank 0 cannot listen at {endpoint} (Address already in use); set another MASTER_PORT\n"
     foreign = (
-        f"error: rank 1: another run meets at {endpoint}: 4711.0 of 2 ranks, and this is 4711.1 of 2 ranks; "
+        f"error: rank 1: another run uses {endpoint}: 4711.0 of 2 ranks, but this is 4711.1 of 2 ranks; "
         "set another MASTER_PORT\n"
     )
     assert results(tmp_path, ranks) == {
@@ -106,9 +106,9 @@ def test_a_store_of_others_or_none_is_one_line(endpoint, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     store = store_of_ranks(0, 2, endpoint, "", "go elsewhere")
     assert store_of_ranks(1, 2, endpoint, "", "go elsewhere").get("graphmoe/run") == store.get("graphmoe/run")
-    another = f"another run meets at {endpoint}: without a name of 2 ranks, and this is"
+    another = f"another run uses {endpoint}: without a name of 2 ranks, but this is"
     for size, run, said in (
-        (2, "", f"two processes are rank 1 of the run that meets at {endpoint}; go elsewhere"),
+        (2, "", f"two processes claim to be rank 1 of the run at {endpoint}; go elsewhere"),
         (3, "", f"{another} without a name of 3 ranks"),
         (2, "b", f"{another} b of 2 ranks; go elsewhere"),
     ):
@@ -118,7 +118,7 @@ def test_a_store_of_others_or_none_is_one_line(endpoint, monkeypatch):
         monkeypatch.setattr(meeting, limit, 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(RunFailed, match=f"what listens at {at} is not the store of a run .*; elsewhere"):
+        with pytest.raises(RunFailed, match=f"the server at {at} is not the store of a run .*; elsewhere"):
             store_of_ranks(1, 2, at, "", "elsewhere")
 
 
@@ -134,7 +134,7 @@ def test_nodes_say_within_seconds_what_they_wait_for(endpoint, monkeypatch, capl
     ]
     with store_of_nodes(replace(node, is_first=True)), store_of_nodes(node):
         other = store_of_nodes(replace(node, job="other"))
-        with pytest.raises(RunFailed, match="job of 2 nodes, and this is other of 2 nodes; use a port"):
+        with pytest.raises(RunFailed, match="job of 2 nodes, but this is other of 2 nodes; use a port"):
             other.__enter__()
 
 

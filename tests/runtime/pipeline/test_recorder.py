@@ -85,7 +85,7 @@ OTHER = " is not a recording of a pipeline: "
         ("{", " is not JSON: Expecting property name"),
         ([], ": expected object, found array"),
         ({}, ": object missing required field schedule"),
-        ({**GOOD, "rank_of": []}, f"{OTHER}a span is of rank 0, but the pipeline has 0 ranks"),
+        ({**GOOD, "rank_of": []}, f"{OTHER}a span names rank 0, but the pipeline has 0 ranks"),
         ({**GOOD, "steps": [{"step": 1, "spans": []}]}, f"{OTHER}.*a step has no spans"),
         ({**GOOD, "steps": [{"spans": []}]}, r": steps.0.: object missing required field step"),
         (with_span(0, "compute", "0F0", 0.0), r": steps.0.\.spans.0.: expected array of length 5, found 4"),

@@ -3,8 +3,6 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,11 +19,11 @@ WORKERS_PER_GPU = 10
 """Each takes up to 7 GB of its GPU, and a core of the host."""
 
 
-def is_on_gpu(config: pytest.Config) -> bool:
+def is_on_gpu(config):
     return config.getoption("markexpr").startswith("gpu")
 
 
-def visible_gpus() -> list[str]:
+def visible_gpus():
     import torch
 
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -33,12 +31,12 @@ def visible_gpus() -> list[str]:
 
 
 @pytest.hookimpl(optionalhook=True)  # -p no:xdist
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config):
     cores = len(os.sched_getaffinity(0))
     return min(cores, WORKERS_PER_GPU * max(len(visible_gpus()), 1)) if is_on_gpu(config) else cores
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Give each worker of ``-m gpu`` another first GPU; tests of several GPUs still see all of them."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and is_on_gpu(config) and (gpus := visible_gpus()):
@@ -46,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Leave out slow and exhaustive tests unless -m names them; run long files first.
 
     Else one worker ends alone with them. On a GPU all tests of ``-m gpu`` run but the exhaustive ones.
@@ -63,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def session_cache(tmp_path_factory):
     """Empty folders for tokenised corpora and compiled code, instead of the user's own."""
     folder = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
@@ -76,14 +74,14 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imports_are_no_garbage() -> Iterator[None]:
+def imports_are_no_garbage():
     """Collections pass over what was imported and stays: a sixth of the time of tests that train."""
     gc.freeze()
     yield
     gc.unfreeze()  # triton 3.9 reports its objects that Python's last collection may not free as leaks
 
 
-def _set_switches() -> None:
+def _set_switches():
     """Torch's settings of the whole process as a new process has them, on one thread.
 
     They are part of the keys of its caches too, so what one test sets decides what another finds there.
@@ -92,18 +90,18 @@ def _set_switches() -> None:
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.compiler.config.cache_key_tag = ""  # a run that compiles sets it, and the variable
     os.environ.pop("TORCH_COMPILE_CACHE_KEY_TAG", None)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def switches_of_module() -> None:
+def switches_of_module():
     _set_switches()
 
 
 @pytest.fixture(autouse=True)
-def switches() -> Iterator[None]:
+def switches():
     """Set torch's switches before every test, whatever the last test or a fixture that trains has set."""
     _set_switches()
     yield
@@ -111,7 +109,7 @@ def switches() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def memory_is_free_for_others(pytestconfig: pytest.Config) -> Iterator[None]:
+def memory_is_free_for_others(pytestconfig):
     """Return what a test of ``-m gpu`` held to the GPU, which other workers share."""
     yield
     if is_on_gpu(pytestconfig):
@@ -121,13 +119,13 @@ def memory_is_free_for_others(pytestconfig: pytest.Config) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def _refuse_warnings(record: logging.LogRecord) -> bool:
+def _refuse_warnings(record):
     assert record.levelno < logging.WARNING, record.getMessage()
     return True
 
 
 @pytest.fixture(scope="session", autouse=True)
-def passes_match() -> Iterator[None]:
+def passes_match():
     """A pass that should match in a unit and does not is an error, but for tests with `passes_may_miss`."""
     logging.getLogger("graphmoe.passes.base").addFilter(_refuse_warnings)
     yield
@@ -135,7 +133,7 @@ def passes_match() -> Iterator[None]:
 
 
 @pytest.fixture
-def passes_may_miss(passes_match: None) -> Iterator[None]:
+def passes_may_miss(passes_match):
     """Let a pass that should match change nothing, with the warning that users get."""
     logging.getLogger("graphmoe.passes.base").removeFilter(_refuse_warnings)
     yield
@@ -143,7 +141,7 @@ def passes_may_miss(passes_match: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def unmeasured() -> Iterator[None]:
+def unmeasured():
     """Let passes not tell how many bytes each saves, for tests that do not depend on these numbers."""
     from tests.distributed.training import unmeasured
 
@@ -152,7 +150,7 @@ def unmeasured() -> Iterator[None]:
 
 
 @pytest.fixture
-def as_traced() -> Iterator[None]:
+def as_traced():
     """Run units as they were traced, for tests of the parts around code that other tests compile.
 
     Their runs have ``compile.cache=false``, or a later one would look there for what was never compiled.
@@ -164,7 +162,7 @@ def as_traced() -> Iterator[None]:
 
 
 @pytest.fixture
-def swinging_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def swinging_load(monkeypatch):
     """About half of the micro-batches repeat one token, so that with top_k=1 one expert gets all rows.
 
     Which do follows from the tokens alone, so it is the same in every run. The router is the model's own,
@@ -184,19 +182,16 @@ def swinging_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def text_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def text_words(tmp_path_factory):
     from graphmoe.data.tokenizer import train_bpe
     from tests.data.texts import sentences, write_jsonl
 
     folder = tmp_path_factory.mktemp("corpus")
-    train_bpe(iter(sentences(200)), 320, 200).save(str(folder / "tokenizer.json"))
-    write_jsonl(folder / "text.jsonl", sentences(300))
-    return [
-        "data.source=files",
-        f"data.paths=[{folder}/text.jsonl]",
-        f"data.tokenizer={folder}/tokenizer.json",
-        "model.vocab_size=320",
-    ]
+    text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
+    train_bpe(iter(sentences(200)), 320, 200).save(str(tokenizer))
+    write_jsonl(text, sentences(300))
+    files = ["data.source=files", f"data.paths=[{text}]", f"data.tokenizer={tokenizer}"]
+    return [*files, "model.vocab_size=320"]
 
 
 @pytest.fixture
@@ -206,7 +201,7 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def one_peer() -> Iterator[None]:
+def one_peer():
     """Let operations with peers run: this process is the only one."""
     from graphmoe.ops.symm import CollectivePeers, use_peers
 

@@ -11,18 +11,15 @@ import shutil
 import signal
 import subprocess
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-VALUES: tuple[Any, ...] = (
+VALUES = (
     None, True, -1, 0, 2**31, 10**9, 10**400, 1.5, float("nan"), float("inf"), "", "x", "../../x",
     "\x00\x1b[2J", "${oc.env:HOME}", "y" * 5000, [], [[]], [None], {}, {"a": 1}, [1, "2"],
 )  # fmt: skip
-"""Values that replace one in a file."""
 KINDS = ("cut", "empty", "flip", "noise", "gone", "folder", "fifo", "link", *["value"] * 4)
 MOST_S = 10
 
@@ -32,8 +29,8 @@ class TooLong(BaseException):
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    def end(number: int, frame: object) -> None:
+def limited():
+    def end(number, frame):
         raise TooLong
 
     before = signal.signal(signal.SIGALRM, end)
@@ -45,9 +42,7 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def failures(
-    name: str, source: Path, work: Path, outcome: Callable[[Path, int], str | None], cases: int
-) -> list[str]:
+def failures(name, source, work, outcome, cases):
     """Failures over a seeded list of damages: ``outcome`` returns what is wrong, if anything is."""
     found = []
     for number in range(cases):
@@ -64,7 +59,7 @@ def failures(
     return found
 
 
-def damage(folder: Path, rng: random.Random) -> str:
+def damage(folder, rng):
     """Damage one file of a folder; says which and how."""
     path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     kind = rng.choice(KINDS)
@@ -85,7 +80,7 @@ def damage(folder: Path, rng: random.Random) -> str:
         path.write_bytes(rng.randbytes(200))
     elif kind in ("gone", "folder", "fifo", "link"):
         path.unlink()
-        makers: dict[str, Callable[[Path], None]] = {"folder": Path.mkdir, "fifo": os.mkfifo}
+        makers = {"folder": Path.mkdir, "fifo": os.mkfifo}
         makers |= {"gone": lambda path: None, "link": lambda path: path.symlink_to("nowhere")}
         makers[kind](path)
     if rng.random() < 0.7:  # by who made the folder, and not by a disk
@@ -93,14 +88,14 @@ def damage(folder: Path, rng: random.Random) -> str:
     return f"{path.relative_to(folder)}: {told}"
 
 
-def flip_bit(path: Path) -> None:
+def flip_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
 @contextmanager
-def no_file_beyond(num_bytes: int) -> Iterator[None]:
+def no_file_beyond(num_bytes):
     """Let no file of this process grow beyond a size: a write takes what still fits, the next one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
@@ -110,19 +105,19 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def fresh_copy(source: Path, to: Path) -> Path:
+def fresh_copy(source, to):
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(source, to, symlinks=True)
     return to
 
 
-def dead_pid() -> int:
+def dead_pid():
     child = subprocess.Popen(["true"])
     child.wait()
     return child.pid
 
 
-def _other_value(path: Path, rng: random.Random) -> str:
+def _other_value(path, rng):
     """Replace or drop one value of a document; nothing for a file of another kind."""
     try:
         read, write = _FORMATS["".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix]
@@ -146,39 +141,37 @@ def _other_value(path: Path, rng: random.Random) -> str:
     return told[:40]
 
 
-def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+def _places(node):
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
         yield node, key
         yield from _places(value)
 
 
-def _lines(content: bytes) -> list[Any]:
-    return [json.loads(line) for line in content.splitlines()]
+def _as_json(document):
+    return json.dumps(document).encode()
 
 
-_FORMATS: dict[str, Any] = {
-    ".json": (json.loads, lambda document: json.dumps(document).encode()),
-    ".jsonl": (_lines, lambda rows: "".join(f"{json.dumps(row)}\n" for row in rows).encode()),
+_FORMATS = {
+    ".json": (json.loads, _as_json),
+    ".jsonl": (lambda content: [*map(json.loads, content.splitlines())],
+               lambda rows: b"".join(_as_json(row) + b"\n" for row in rows)),
     ".yaml": (yaml.safe_load, lambda document: yaml.safe_dump(document).encode()),
-    ".json.gz": (
-        lambda content: json.loads(gzip.decompress(content)),
-        lambda document: gzip.compress(json.dumps(document).encode()),
-    ),
-}
+    ".json.gz": (lambda content: json.loads(gzip.decompress(content)),
+                 lambda document: gzip.compress(_as_json(document))),
+}  # fmt: skip
 
 
-def _fit_sums(folder: Path) -> None:
+def _fit_sums(folder):
     """Give the manifests of checkpoints the sums of the files as they are now."""
     for path in filter(Path.is_file, folder.rglob("manifest.json")):
         try:
             document = json.loads(path.read_text())
             files = {name: path.with_name(name) for name in document["files"]}
             contents = {name: file.read_bytes() for name, file in files.items() if file.is_file()}
-            sums = {
-                name: {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
-                for name, content in contents.items()
-            }
-            path.write_text(json.dumps({**document, "files": document["files"] | sums}))
+            for name, content in contents.items():
+                sha256 = hashlib.sha256(content).hexdigest()
+                document["files"][name] = {"sha256": sha256, "num_bytes": len(content)}
+            path.write_text(json.dumps(document))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # this one is what was damaged

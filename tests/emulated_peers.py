@@ -6,38 +6,33 @@ On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops import IN_USE
 from graphmoe.ops.replicas.exchange import Exchange
-from graphmoe.ops.symm.peers import Region, Side, Sizes
+from graphmoe.ops.symm.peers import Region
 
 GUARD = 512
 """Bytes before and behind a region."""
 
 
 class Emulation:
-    """Ranks that take turns."""
-
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size, device="cpu"):
         self.size, self.device = size, device
-        self.region: Region | None = None
+        self.region = None
         self.memory, self.replicas = Regions(self), Regions(self)
         self.peers = [EmulatedPeers(self, rank) for rank in range(size)]
         self.exchanges = [Exchange(peers) for peers in self.peers]
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-        self._running: list[int] = []
+        self._running = []
 
-    def run(self, body: Callable[[EmulatedPeers], Any]) -> list[Any]:
-        results: list[Any] = [None] * self.size
-        errors: list[BaseException] = []
+    def run(self, body):
+        results = [None] * self.size
+        errors = []
 
-        def thread(rank: int) -> None:
+        def thread(rank):
             self._turns[rank].acquire()
             IN_USE.exchange = self.exchanges[rank]
             try:
@@ -58,7 +53,7 @@ class Emulation:
             raise errors[0]
         return results
 
-    def pass_on(self, rank: int, ends: bool = False) -> None:
+    def pass_on(self, rank, ends=False):
         """Let the next rank run, and this one when its turn comes again."""
         if ends:
             self._running.remove(rank)
@@ -69,27 +64,25 @@ class Emulation:
             self._turns[rank].acquire()
             IN_USE.exchange = self.exchanges[rank]
 
-    def reserve(self, sizes: Sizes) -> Region:
+    def reserve(self, sizes):
         joined = sizes if self.region is None else self.region.sizes.joined(sizes)
         if self.region is None or joined != self.region.sizes:
             self.region = Region.with_room_for(joined, self.size)
             self.memory.renew(self.region.num_bytes)
         return self.region
 
-    def assert_guards_are_whole(self) -> None:
+    def assert_guards_are_whole(self):
         for memory in (*self.memory.of_ranks, *self.replicas.of_ranks):
             assert bool((memory[:GUARD] == 255).all()) and bool((memory[-GUARD:] == 255).all())
 
 
 class Regions:
-    """A memory that all ranks read."""
-
-    def __init__(self, emulation: Emulation) -> None:
+    def __init__(self, emulation):
         self.emulation, self.num_bytes = emulation, 0
-        self.of_ranks: list[Tensor] = []
-        self._kept: list[list[Tensor]] = []
+        self.of_ranks = []
+        self._kept = []
 
-    def renew(self, num_bytes: int) -> None:
+    def renew(self, num_bytes):
         self._kept.append(self.of_ranks)
         self.num_bytes, length, device = num_bytes, num_bytes + 2 * GUARD, self.emulation.device
         self.of_ranks = [
@@ -100,45 +93,43 @@ class Regions:
 class EmulatedMemory:
     """One rank's view of regions: a `graphmoe.ops.symm.peers.SharedMemory`."""
 
-    def __init__(self, regions: Regions, rank: int) -> None:
+    def __init__(self, regions, rank):
         self._regions = regions
         self.rank, self.size = rank, regions.emulation.size
         self.barriers = 0
 
     @property
-    def addresses(self) -> Tensor:
+    def addresses(self):
         bases = [memory.data_ptr() + GUARD for memory in self._regions.of_ranks]
         return torch.tensor(bases, device=self._regions.emulation.device)
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes):
         if num_bytes > self._regions.num_bytes:
             self._regions.emulation.pass_on(self.rank)  # all come to it before the first makes more
         if num_bytes > self._regions.num_bytes:
             self._regions.renew(num_bytes)
 
-    def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def view(self, rank, offset_bytes, shape, dtype):
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         assert offset_bytes + num_bytes <= self._regions.num_bytes
         start = GUARD + offset_bytes
         return self._regions.of_ranks[rank][start : start + num_bytes].view(dtype).view(shape)
 
-    def barrier(self) -> None:
+    def barrier(self):
         self.barriers += 1
         self._regions.emulation.pass_on(self.rank)
 
 
 class EmulatedPeers(EmulatedMemory):
-    """One rank's view of an `Emulation`."""
-
-    def __init__(self, emulation: Emulation, rank: int) -> None:
+    def __init__(self, emulation, rank):
         super().__init__(emulation.memory, rank)
         self._emulation, self.replicas = emulation, EmulatedMemory(emulation.replicas, rank)
-        self.last: tuple[Side, bool] | None = None
-        self.streams: Sequence[torch.cuda.Stream] = ()
+        self.last = None
+        self.streams = ()
         if emulation.device == "cuda":
             self.streams = [torch.cuda.Stream() for _ in range(self.size - 1)]
 
-    def reserve(self, sizes: Sizes) -> Region:  # type: ignore[override]  # as MemoryPeers do
+    def reserve(self, sizes):  # as MemoryPeers do
         return self._emulation.reserve(sizes)
 
 
@@ -147,11 +138,11 @@ class GuardedMemory(TorchDispatchMode):
 
     MAKERS = ("aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.memory: list[Tensor] = []
+        self.memory = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if func.name() not in self.MAKERS:
             return made
@@ -159,7 +150,7 @@ class GuardedMemory(TorchDispatchMode):
         self.memory.append(torch.full((num_bytes + 2 * GUARD,), 255, dtype=torch.uint8, device=made.device))
         return self.memory[-1][GUARD : GUARD + num_bytes].view(made.dtype).view(made.shape)
 
-    def assert_guards_are_whole(self) -> None:
+    def assert_guards_are_whole(self):
         assert self.memory
         for memory in self.memory:
             assert bool((memory[:GUARD] == 255).all()) and bool((memory[-GUARD:] == 255).all())

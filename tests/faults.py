@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 import torch.fx
@@ -31,7 +30,7 @@ HOLD = "FAULT_HOLD"
 
 _whole_step = Trainer._train_step
 _whole_stage = Pipelined._run
-_of_stage: list[Callable[[], object]] = []
+_of_stage = []
 """Fault of the next second micro-batch."""
 
 
@@ -39,7 +38,7 @@ def nothing(graph: torch.fx.Graph) -> int:
     return 0
 
 
-def _step(self: Trainer) -> None:
+def _step(self):
     time.sleep(float(os.environ.get(STEP_S, "0")))
     if _is_due(self, RAISE_AT):
         raise RuntimeError(f"the cause, before step {self.step + 1}")
@@ -54,26 +53,26 @@ def _step(self: Trainer) -> None:
     _whole_step(self)
 
 
-def _stage(self: Pipelined, number: int, micro_batch: int, received: tuple[torch.Tensor, ...]):
+def _stage(self, number, micro_batch, received):
     if micro_batch == 1 and _of_stage:
         _of_stage.pop()()
     return _whole_stage(self, number, micro_batch, received)
 
 
-def _raise() -> None:
+def _raise():
     raise RuntimeError("the cause, in a stage")
 
 
-def _kill() -> None:
+def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _is_due(trainer: Trainer, name: str) -> bool:
+def _is_due(trainer, name):
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return f"{trainer.ranks.rank}:{attempt}:{trainer.step + 1}" in os.environ.get(name, "").split()
 
 
-def _hold() -> None:
+def _hold():
     numbers = torch.rand(3_000_000)
     while True:
         torch.sort(numbers)
@@ -81,5 +80,5 @@ def _hold() -> None:
 
 if HOLD in os.environ:
     threading.Thread(target=_hold, daemon=True).start()
-Trainer._train_step = _step  # type: ignore[method-assign]
-Pipelined._run = _stage  # type: ignore[method-assign]
+Trainer._train_step = _step
+Pipelined._run = _stage

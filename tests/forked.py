@@ -6,15 +6,8 @@ A process has one server, which imports the list set last before its first child
 import multiprocessing
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "graphmoe.train",
-        "graphmoe.training.run",
-        "graphmoe.info",
-        "graphmoe.runtime.launch.elastic",
-        "torch._functorch.aot_autograd",
-        "torch._inductor.compile_fx",
-        "torch.distributed.checkpoint",
-        "tests.runs",
-    ]
-)
+FORKS.set_forkserver_preload([
+    "graphmoe.train", "graphmoe.training.run", "graphmoe.info", "graphmoe.runtime.launch.elastic",
+    "torch._functorch.aot_autograd", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
+    "tests.runs",
+])  # fmt: skip

@@ -5,82 +5,59 @@ Times are microseconds. Kineto's numbers are far from zero, so all of them are m
 
 import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 ORIGIN = 4520102129634.002
 PID, MAIN, BACKWARD = 4711, 4711, 4802
 """The process, its main thread, and the thread in which autograd runs backwards on a GPU."""
 PRODUCT = [[4096, 2048], [2048, 1024]]
-"""Shapes of a product that a trace has."""
 FACTS = {"run": "tiny", "rank": 0, "num_ranks": 2, "steps": [10, 11], "graph_scope": "none"}
-"""Facts that a run stores beside its trace."""
 
 
 class KinetoTrace:
-    """A trace that grows event by event."""
+    """A trace that grows event by event; ``step_us`` is the length of its only step, which begins at 0."""
 
-    def __init__(self, device: str = "NVIDIA H100 80GB HBM3") -> None:
+    def __init__(self, device="NVIDIA H100 80GB HBM3", *, step_us=None):
         self.device, self._ids = device, 0
         process = {"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": {"name": "python"}}
         end = {"name": "Record Window End", "ph": "i", "s": "g", "pid": "", "tid": "", "args": {}}
-        self.events: list[dict[str, Any]] = [{**process, "ts": ORIGIN}, {**end, "ts": ORIGIN}]
+        self.events = [{**process, "ts": ORIGIN}, {**end, "ts": ORIGIN}]
+        if step_us is not None:
+            self.range("ProfilerStep#1", 0, step_us)
 
-    def range(self, name: str, start: float, end: float, thread: int = MAIN) -> None:
+    def range(self, name, start, end, thread=MAIN):
         """Add the two events of ``record_function``, on the host and on the device."""
         self._put("user_annotation", name, start, end, PID, thread, {})
         self._put("gpu_user_annotation", name, start, end, 0, 7, {})
 
     def operation(
-        self,
-        name: str,
-        start: float,
-        end: float,
-        thread: int = MAIN,
-        *,
-        dims: list[Any] | None = None,
-        kind: str = "c10::BFloat16",
-        sequence: int | None = None,
-        forward_thread: int = 0,
-    ) -> None:
-        args: dict[str, Any] = {}
+        self, name, start, end, thread=MAIN, *, dims=None, kind="c10::BFloat16", sequence=None, forward_tid=0
+    ):
+        args = {}
         if sequence is not None:
-            args = {"Sequence number": sequence, "Fwd thread id": forward_thread}
+            args = {"Sequence number": sequence, "Fwd thread id": forward_tid}
         if dims is not None:
             args |= {"Input Dims": dims, "Input type": [kind] * len(dims)}
         self._put("cpu_op", name, start, end, PID, thread, args)
 
-    def call(
-        self,
-        name: str,
-        start: float,
-        end: float,
-        correlation: int,
-        thread: int = MAIN,
-        kind: str = "cuda_runtime",
-    ) -> None:
+    def call(self, name, start, end, correlation, thread=MAIN, kind="cuda_runtime"):
         """A call of the runtime or the driver, and the arrow to what it launches."""
         self._put(kind, name, start, end, PID, thread, {"cbid": 211, "correlation": correlation})
         at = {"pid": PID, "tid": thread, "ts": ORIGIN + start}
         self.events.append({"ph": "s", "id": correlation, **at, "cat": "ac2g", "name": "ac2g"})
 
-    def activity(
-        self, kind: str, name: str, start: float, end: float, correlation: int, stream: int = 7, **more: Any
-    ) -> None:
+    def activity(self, kind, name, start, end, correlation, stream=7, **more):
         """A kernel, a copy or a memset; kernels of a graph have the correlation of its launch."""
         args = {"device": 0, "context": 1, "stream": stream, "correlation": correlation, **more}
         self._put(kind, name, start, end, 0, stream, args)
 
-    def launch(
-        self, name: str, at: float, start: float, end: float, thread: int = MAIN, stream: int = 7
-    ) -> int:
+    def launch(self, name, at, start, end, thread=MAIN, stream=7):
         """A kernel and the call at ``at`` that launches it, which takes 2 microseconds; its correlation."""
         correlation = 10_000 + self._ids
         self.call("cudaLaunchKernel", at, at + 2, correlation, thread)
         self.activity("kernel", name, start, end, correlation, stream, grid=[132, 1, 1])
         return correlation
 
-    def write(self, path: Path, facts: dict[str, Any] | None = None) -> Path:
+    def write(self, path, facts=None):
         document = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": self.device}]}
         document |= {"graphmoe": facts} if facts else {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,15 +66,13 @@ class KinetoTrace:
             json.dump({**document, "displayTimeUnit": "ms", "traceEvents": self.events}, file)
         return path
 
-    def _put(
-        self, kind: str, name: str, start: float, end: float, pid: int, tid: int, args: dict[str, Any]
-    ) -> None:
+    def _put(self, kind, name, start, end, pid, tid, args):
         self._ids += 1
         event = {"ph": "X", "cat": kind, "name": name, "pid": pid, "tid": tid, "ts": ORIGIN + start}
         self.events.append({**event, "dur": end - start, "args": {"External id": self._ids, **args}})
 
 
-def two_steps() -> KinetoTrace:
+def two_steps():
     """Two steps of 1000 us, each: a forward, its W in autograd's thread, a sum over ranks, the update."""
     trace = KinetoTrace()
     for number, at in ((10, 0.0), (11, 1000.0)):

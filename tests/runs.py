@@ -10,20 +10,19 @@ import json
 import logging
 import math
 import os
+import pkgutil
 import sys
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from rich.console import Console, RenderableType
+from omegaconf import OmegaConf
+from rich.console import Console
 
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.checkpoint.store import CheckpointStore
@@ -35,12 +34,10 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.run.metrics_file import BESIDE_STEPS
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.training.setup import build_trainer
-from graphmoe.training.trainer import Trainer
 from tests.forked import FORKS
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
-"""Options of the group ``model``."""
 
 TINY = (
     "run.device=cpu", "model.name=mini", "model.vocab_size=64", "model.hidden_size=16",
@@ -53,11 +50,8 @@ TINY = (
     "host.manual_gc=false", "compile.enabled=false", "log.tensorboard=false", "log.report=false",
 )  # fmt: skip
 COMPILED_MODEL = (
-    "model.q_lora_rank=8",
-    "model.aux_loss=sequence",
-    "model.aux_loss_coef=0.1",
-    "model.z_loss_coef=0.1",
-)
+    "model.q_lora_rank=8", "model.aux_loss=sequence", "model.aux_loss_coef=0.1", "model.z_loss_coef=0.1",
+)  # fmt: skip
 """The model of tests that compile: what one of them compiled the others find in torch's cache. More or
 fewer micro-batches are asked for by the global batch, since the size of each is part of every graph."""
 COMPILED = ("compile.enabled=true", *COMPILED_MODEL)
@@ -68,7 +62,7 @@ QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "ch
 """Words of runs whose steps a test makes one by one."""
 
 
-def slow_but(cases: Mapping[str, Any] | Sequence[str], *default: str) -> list[Any]:
+def slow_but(cases, *default):
     """Return cases by name, or names alone, as parameters of a test, all slow but the named ones."""
     if not isinstance(cases, Mapping):
         cases = {name: name for name in cases}
@@ -77,39 +71,39 @@ def slow_but(cases: Mapping[str, Any] | Sequence[str], *default: str) -> list[An
     return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
-def config(*overrides: str) -> RunConfig:
+def config(*overrides):
     return copy.deepcopy(_composed(overrides))
 
 
 @functools.cache
-def _composed(overrides: tuple[str, ...]) -> RunConfig:
+def _composed(overrides):
     return to_config(OmegaConf.from_dotlist([*TINY, *overrides]))
 
 
 @functools.cache
-def _store_schema() -> None:
+def _store_schema():
     ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
-def hydra_config(*words: str, with_hydra: bool = True) -> DictConfig:
+def hydra_config(*words, with_hydra=True):
     _store_schema()
     with initialize_config_module("graphmoe.conf", version_base="1.3"):
         return compose("config", list(words), return_hydra_config=with_hydra)
 
 
-def text_of(shown: RenderableType, width: int = 200) -> str:
+def text_of(shown, width=200):
     console = Console(width=width)
     with console.capture() as capture:
         console.print(shown)
     return capture.get()
 
 
-def document_of(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+def document_of(main, capsys, *words):
     main([*words, "format=json"])
     return json.loads(capsys.readouterr().out)
 
 
-def refusal(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal(main, capsys, *words):
     """The error with which a tool ends, with status 2 and nothing on stdout."""
     # A console that an earlier test logged to may be closed by now, and logging would print that.
     with pytest.raises(SystemExit) as end, mock.patch.object(logging, "raiseExceptions", False):
@@ -119,7 +113,7 @@ def refusal(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str
     return shown.err
 
 
-def trainer_in(folder: Path, *overrides: str) -> Trainer:
+def trainer_in(folder, *overrides):
     folder.mkdir(parents=True, exist_ok=True)
     run_config = config(*overrides)
     silent = Console(file=io.StringIO())
@@ -127,45 +121,41 @@ def trainer_in(folder: Path, *overrides: str) -> Trainer:
     return build_trainer(plan_of(run_config, 1), folder, progress)
 
 
-def train_in(folder: Path, *overrides: str) -> Trainer:
+def train_in(folder, *overrides):
     trainer = trainer_in(folder, *overrides)
     assert trainer.run()
     return trainer
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
+def metrics(folder):
     """The rows of metrics.jsonl, which must be JSON in the strict sense."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
+    strict = json.JSONDecoder(parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    return [*map(strict.decode, lines)]
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
 
 
-def numbers(folder: Path) -> list[dict[str, Any]]:
+def numbers(folder):
     return [{k: v for k, v in row.items() if k not in TIMED} for row in metrics(folder)]
 
 
-def assert_load_swings(rows: list[dict[str, Any]], num_experts: int, after: int) -> None:
+def assert_load_swings(rows, num_experts, after):
     """After a step, one expert had nearly all rows of a layer in one step, and less than half in another."""
     loads = [max(row["load_max_over_mean"]) for row in rows if "loss" in row and row["step"] > after]
     assert max(loads) > 0.95 * num_experts and min(loads) < 0.5 * num_experts, loads
 
 
-def final_state(folder: Path, scratch: Path, *overrides: str) -> dict[str, Any]:
+def final_state(folder, scratch, *overrides):
     state = trainer_in(scratch, *overrides)._state()
     assert CheckpointStore.open_any(folder).load(state) is not None
     entries = flatten(state)
     return {**entries.tensors, **entries.values}
 
 
-def assert_same_state(one: Any, other: Any, name: str = "") -> None:
+def assert_same_state(one, other, name=""):
     """Bitwise equality of results of ``final_state``, or of anything in them.
 
     Every NaN is the same, whose sign depends on the path that made it.
@@ -180,9 +170,7 @@ def assert_same_state(one: Any, other: Any, name: str = "") -> None:
         assert repr(one) == repr(other), name
 
 
-def assert_same_runs(
-    folder: Path, words: tuple[str, ...], of_plain: tuple[str, ...] = (), of_other: tuple[str, ...] = ()
-) -> None:
+def assert_same_runs(folder, words, of_plain=(), of_other=()):
     """Train in the folders plain and other: every row and the last state are the same bits."""
     states = []
     for name, more in (("plain", of_plain), ("other", of_other)):
@@ -192,13 +180,11 @@ def assert_same_runs(
     assert_same_state(*states)
 
 
-def spoil_steps(
-    monkeypatch: pytest.MonkeyPatch, trainer: Trainer, steps: Container[int], *, only_gradients: bool = False
-) -> None:
+def spoil_steps(monkeypatch, trainer, steps, *, only_gradients=False):
     """Make loss and gradients, or gradients alone, NaN at some steps: by a number that a graph reads too."""
     scale, whole, step = torch.ones(()), Transformer.loss, trainer._train_step
 
-    def loss(self: Transformer, *arguments: Any) -> Any:
+    def loss(self, *arguments):
         output = whole(self, *arguments)
         if not torch.is_grad_enabled():
             return output
@@ -207,7 +193,7 @@ def spoil_steps(
             return output
         return output._replace(total=output.total * scale, cross_entropy=output.cross_entropy * scale)
 
-    def train_step() -> None:
+    def train_step():
         scale.fill_(math.nan if trainer.step + 1 in steps else 1.0)
         step()
 
@@ -226,77 +212,52 @@ class Command:
     in time on a busy machine too; for workers of a launcher, ``environment`` says it (``tests.faults``).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        words: tuple[str, ...],
-        module: str = "graphmoe.train",
-        slow: dict[str, float] | None = None,
-        environment: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, folder, words, module="graphmoe.train", slow=None, environment=None):
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
         arguments = (folder, words, module, self.out, self.err, slow or {}, environment or {})
-        self.process: BaseProcess = FORKS.Process(target=_child, args=arguments, daemon=True)
+        self.process = FORKS.Process(target=_child, args=arguments, daemon=True)
         self.process.start()
-        assert self.process.pid is not None
-        self.pid: int = self.process.pid
+        self.pid = self.process.pid
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds=60):
         """The exit status; minus the signal that killed it."""
         self.process.join(seconds)
         assert self.process.exitcode is not None, f"still running: {self.err.read_text()}"
         return self.process.exitcode
 
-    def kill(self, number: int) -> None:
+    def kill(self, number):
         if self.process.is_alive():
             os.kill(self.pid, number)
 
-    def wait_until(self, reached: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_until(self, reached, seconds=60):
         end = time.monotonic() + seconds
         while not reached() and self.process.is_alive():
             assert time.monotonic() < end, self.err.read_text()
             time.sleep(0.001)
 
-    def wait_for_rows(self, folder: Path, count: int) -> None:
+    def wait_for_rows(self, folder, count):
         path = folder / "metrics.jsonl"
         self.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
 
 
-def command(
-    folder: Path,
-    *words: str,
-    module: str = "graphmoe.train",
-    seconds: float = 60,
-    environment: dict[str, str] | None = None,
-) -> Command:
+def command(folder, *words, module="graphmoe.train", seconds=60, environment=None):
     started = Command(folder, words, module, environment=environment)
     started.wait(seconds)
     return started
 
 
-def _sleep_first(name: str, seconds: float) -> None:
-    module, path = name.split(":")
-    owner = functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
-    attribute = path.split(".")[-1]
-    function = getattr(owner, attribute)
+def _sleep_first(name, seconds):
+    function = pkgutil.resolve_name(name)
 
     @functools.wraps(function)
-    def slow(*arguments: Any, **named: Any) -> Any:
+    def slow(*arguments, **named):
         time.sleep(seconds)
         return function(*arguments, **named)
 
-    setattr(owner, attribute, slow)
+    mock.patch(name.replace(":", "."), slow).start()
 
 
-def _child(
-    folder: Path,
-    words: tuple[str, ...],
-    module: str,
-    out: Path,
-    err: Path,
-    slow: dict[str, float],
-    environment: dict[str, str],
-) -> None:
+def _child(folder, words, module, out, err, slow, environment):
     os.chdir(folder)
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.update({"PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment})  # for workers

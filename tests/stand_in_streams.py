@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 
 
@@ -20,7 +18,7 @@ class Stream:
     name: str
     behind: frozenset[str] = frozenset()
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         self.behind |= other.behind
 
 
@@ -31,10 +29,10 @@ class Event:
     gpu: Gpu
     behind: frozenset[str] = frozenset()
 
-    def record(self) -> None:
+    def record(self):
         self.behind = self.gpu.current.behind
 
-    def wait(self) -> None:
+    def wait(self):
         self.gpu.current.behind |= self.behind
 
 
@@ -44,17 +42,16 @@ class Gpu:
 
     current: Stream = field(default_factory=lambda: Stream("first"))
     on: dict[str, str] = field(default_factory=dict)
-    """Name of the stream of each piece of work."""
     behind: dict[str, frozenset[str]] = field(default_factory=dict)
     """Names of the work that is done before each piece of work begins."""
 
-    def queue(self, work: str) -> None:
+    def queue(self, work):
         assert work not in self.on, work
         self.on[work], self.behind[work] = self.current.name, self.current.behind
         self.current.behind |= {work}
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream):
         before, self.current = self.current, stream
         try:
             yield
@@ -62,7 +59,7 @@ class Gpu:
             self.current = before
 
 
-def use_streams(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def use_streams(monkeypatch):
     """Let torch.cuda have the streams of a stand-in; those that are made are called second, third, ..."""
     gpu, names = Gpu(), iter(("second", "third", "fourth", "fifth"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(next(names)))

@@ -28,9 +28,8 @@ QUIET = ("train.val_batches=0", "checkpoint.enabled=false", "train.log_interval=
 def test_a_layer_that_a_file_names_is_imported_only_where_its_reader_names_it(own):
     own("strange_layer", "raise AssertionError\n")
     plain = {"layer": "strange_layer:it"}
-    with pytest.raises(
-        ConfigError, match="x.layer=strange_layer:it is code outside .*: layer=strange_layer:it"
-    ):
+    said = "x.layer=strange_layer:it is code outside .*: layer=strange_layer:it"
+    with pytest.raises(ConfigError, match=said):
         model_from(plain, "x.", ("another:it",))
     assert model_from(plain, "x.", ("strange_layer:it",)).layer == "strange_layer:it"
 
@@ -89,16 +88,13 @@ def test_a_file_written_for_a_torchrun_runs_by_the_command_that_is_printed(own, 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_name_that_no_table_has_and_code_that_cannot_be_imported_are_named(key, tmp_path, monkeypatch):
     monkeypatch.setenv(CODE_FOLDERS, f"{tmp_path}/mine")
-    with pytest.raises(ConfigError, match=rf"{key}=nothing: there is no such choice; .*module:NAME"):
-        check(config(f"{key}=nothing"))
-    with pytest.raises(
-        ConfigError, match=rf"{key}=no.such_name: there is no .* no:such_name for code of your"
-    ):
-        check(config(f"{key}=no.such_name"))
-    with pytest.raises(
-        ConfigError, match=rf"{key}=no_such_module:this cannot be imported: .*, {tmp_path}/mine"
-    ):
-        check(config(f"{key}=no_such_module:this"))
+    for name, said in {
+        "nothing": ": there is no such choice; .*module:NAME",
+        "no.such_name": ": there is no .* no:such_name for code of your",
+        "no_such_module:this": f" cannot be imported: .*, {tmp_path}/mine",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{key}={name}{said}"):
+            check(config(f"{key}={name}"))
 
 
 @pytest.mark.parametrize("key", ["optim.schedule", "data.source"])
@@ -110,11 +106,9 @@ def test_code_that_is_no_function_is_refused_before_a_run_begins(key):
 def test_an_import_that_fails_inside_of_own_code_is_named(own):
     own("own_needs", "import no_such_package\n")
     own("own_typo", "def linear(progress:\n")
-    for module, said in {
-        "own_needs": "No module named 'no_such_package'.; install",
-        "own_typo": "line 1",
-    }.items():
-        with pytest.raises(ConfigError, match=f"optim.schedule={module}:linear cannot be imported .*{said}"):
+    said = "No module named 'no_such_package'.; install", "line 1"
+    for module, cause in zip(("own_needs", "own_typo"), said, strict=True):
+        with pytest.raises(ConfigError, match=f"optim.schedule={module}:linear cannot be imported .*{cause}"):
             check(config(f"optim.schedule={module}:linear"))
 
 

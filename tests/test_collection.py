@@ -1,7 +1,6 @@
 """Collection: slow tests, and very many alike, run only if they are asked for by name; the fork server."""
 
 import sys
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +10,10 @@ from tests.conftest import pytest_collection_modifyitems
 from tests.forked import FORKS
 
 
-def collected(expression: str, *marked: set[str]) -> tuple[list[int], list[int]]:
-    """Numbers of the tests with these marks that are left and that are said to be left out."""
-    left_out: list[SimpleNamespace] = []
-    config = SimpleNamespace(
-        getoption={"markexpr": expression}.get,
-        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
-    )
+def collected(expression, *marked):
+    left_out = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    config = SimpleNamespace(getoption={"markexpr": expression}.get, hook=hook)
     items = [
         SimpleNamespace(number=number, path=Path("tests/test_x.py"), get_closest_marker=marks.__contains__)
         for number, marks in enumerate(marked)
@@ -28,16 +24,9 @@ def collected(expression: str, *marked: set[str]) -> tuple[list[int], list[int]]
 
 @pytest.mark.parametrize(
     ("expression", "left"),
-    [
-        ("", [0]),
-        ("gpu", [0, 1]),
-        ("not gpu", [0, 1]),
-        ("slow", [0, 1]),
-        ("not slow", [0, 1]),
-        ("exhaustive", [0, 2]),
-        ("slow or exhaustive or not slow", [0, 1, 2, 3]),
-    ],
-)
+    [("", [0]), ("gpu", [0, 1]), ("not gpu", [0, 1]), ("slow", [0, 1]), ("not slow", [0, 1]),
+     ("exhaustive", [0, 2]), ("slow or exhaustive or not slow", [0, 1, 2, 3])],
+)  # fmt: skip
 def test_slow_and_exhaustive_tests_run_only_where_an_expression_names_them(expression, left):
     """Count the tests that are left for the expression itself to choose from; on a GPU slow tests run too."""
     kept, left_out = collected(expression, set(), {"slow"}, {"exhaustive"}, {"slow", "exhaustive"})
@@ -46,12 +35,11 @@ def test_slow_and_exhaustive_tests_run_only_where_an_expression_names_them(expre
 
 def test_children_of_the_fork_server_import_nothing_large():
     """Each process of a test would pay five seconds of a core for torch and its compiler."""
-    found: SimpleQueue[bool] = FORKS.SimpleQueue()
-    child = FORKS.Process(target=_say_whether_imported, args=(found,), daemon=True)
+    child = FORKS.Process(target=_require_imported, daemon=True)
     child.start()
-    assert found.get()
     child.join()
+    assert child.exitcode == 0
 
 
-def _say_whether_imported(answer: "SimpleQueue[bool]") -> None:
-    answer.put({"torch._inductor.compile_fx", "tests.runs"} <= sys.modules.keys())
+def _require_imported():
+    assert {"torch._inductor.compile_fx", "tests.runs"} <= sys.modules.keys()

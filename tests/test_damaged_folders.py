@@ -3,8 +3,6 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -49,7 +47,7 @@ PLACE = {"total": 1.0, "params": 0.5, "grads": 0.25, "activations": 0.25, "commu
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, text_words) -> Path:
+def run(tmp_path_factory, text_words):
     """The folder of a run with one checkpoint and a file of each kind that a run can leave."""
     folder = tmp_path_factory.mktemp("damaged") / "run"
     folder.mkdir()
@@ -65,16 +63,13 @@ def run(tmp_path_factory, text_words) -> Path:
 
 
 WORDS = (
-    "model.selection_bias=false",
-    "train.steps=2",
-    "train.val_batches=1",
-    "log.sample_tokens=0",
+    "model.selection_bias=false", "train.steps=2", "train.val_batches=1", "log.sample_tokens=0",
     "checkpoint.interval=0",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def weights(run) -> dict[str, Path]:
+def weights(run):
     made = {kind: run.parent / kind for kind in ("hf", "graphmoe", "fp8")}
     for kind, folder in made.items():
         form = ["target=hf", "quantise=fp8_block"] if kind == "fp8" else [f"target={kind}"]
@@ -82,7 +77,7 @@ def weights(run) -> dict[str, Path]:
     return made
 
 
-def failure(call: Callable[[], object], capsys, caplog) -> str | None:
+def failure(call, capsys, caplog):
     """Return what is wrong with how a command took a damaged folder, or None."""
     caplog.clear()
     try:
@@ -101,10 +96,10 @@ def failure(call: Callable[[], object], capsys, caplog) -> str | None:
 def require_none(tmp_path, capsys, caplog):
     """Call a command with damaged copies of a folder, and fail where it took one of them wrongly."""
 
-    def require_none(name: str, source: Path, call: Callable[[Path, int], object]) -> None:
+    def require_none(name, source, call):
         caplog.set_level(logging.INFO)
 
-        def outcome(folder: Path, number: int) -> str | None:
+        def outcome(folder, number):
             return failure(lambda: call(folder, number), capsys, caplog)
 
         assert failures(name, source, tmp_path / "x", outcome, CASES) == []
@@ -113,40 +108,36 @@ def require_none(tmp_path, capsys, caplog):
 
 
 def test_pages_of_damaged_runs_are_made_or_refused(run, tmp_path, require_none):
-    def call(folder: Path, number: int) -> None:
+    def call(folder, _):
         report.main([f"run={folder}", f"out={tmp_path}/a.html"])
         report.main([f"runs={folder},{run}", f"out={tmp_path}/b.html"])
 
     require_none("report", run, call)
 
 
-def test_traces_of_damaged_runs_are_read_or_refused(run, tmp_path, require_none):
-    def call(folder: Path, number: int) -> None:
+def test_traces_of_damaged_runs_are_read_or_refused(run, require_none):
+    def call(folder, _):
         trace.main([f"trace={folder}/rank0.trace.json.gz", "tracelens=false"])
 
     require_none("trace", run / "profile", call)
 
 
 def test_pictures_of_damaged_recordings_are_drawn_or_refused(run, tmp_path, require_none):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "pipeline.json").write_bytes((run / "pipeline.json").read_bytes())
-
-    def call(folder: Path, number: int) -> None:
-        pipeline_view.main([f"run={folder}", f"html={tmp_path}/a.html"])
-
-    require_none("pipeline_view", source, call)
+    (source := tmp_path / "source").mkdir()
+    shutil.copy(run / "pipeline.json", source)
+    html = f"out={tmp_path}/pictures"
+    require_none("pipeline_view", source, lambda folder, _: pipeline_view.main([f"run={folder}", html]))
 
 
 @pytest.mark.parametrize("part", ["run", "checkpoints"])
 def test_text_from_damaged_runs_is_generated_or_refused(run, tmp_path, require_none, part):
-    def call(folder: Path, number: int) -> None:
+    def call(folder, number):
         generate.main([f"run={with_rest(run, folder, part)}", "prompt=the loss", "tokens=1"])
 
     require_none(f"generate {part}", run if part == "run" else run / part, call)
 
 
-def with_rest(run: Path, folder: Path, part: str) -> Path:
+def with_rest(run, folder, part):
     if part == "run":
         return folder
     whole = fresh_copy(run, folder.parent / "whole")
@@ -159,7 +150,7 @@ def with_rest(run: Path, folder: Path, part: str) -> Path:
 def test_weights_of_damaged_folders_are_converted_or_refused(run, weights, tmp_path, require_none, kind):
     source = run if kind == "run" else weights[kind]
 
-    def call(folder: Path, number: int) -> None:
+    def call(folder, number):
         target = "graphmoe" if kind in ("hf", "fp8") else "hf"
         convert.main([f"from={folder}", f"to={tmp_path}/to", f"target={target}", "overwrite=true"])
 
@@ -168,7 +159,7 @@ def test_weights_of_damaged_folders_are_converted_or_refused(run, weights, tmp_p
 
 @pytest.mark.parametrize("key", ["resume_from", "init_from", "resume"])
 def test_runs_start_from_damaged_checkpoints_or_refuse_them(run, text_words, tmp_path, require_none, key):
-    def call(folder: Path, number: int) -> None:
+    def call(folder, number):
         own = tmp_path / f"own-{number}"
         place = with_rest(run, folder, "checkpoints")
         words = () if key == "resume" else (f"checkpoint.{key}={place}",)
@@ -183,7 +174,7 @@ def test_damaged_compile_caches_are_listed_verified_and_pruned(tmp_path, monkeyp
     for number, content in enumerate("ab", start=1):
         keep(store, number, "both", content * 30)
 
-    def call(folder: Path, number: int) -> None:
+    def call(folder, number):
         action = ("list", "verify", "prune")[number % 3]
         cache.main([f"action={action}", f"cache_dir={folder}"])
 

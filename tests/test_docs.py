@@ -11,10 +11,7 @@ import pickle
 import re
 import shlex
 import typing
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,13 +19,12 @@ import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.errors import explain, known_keys
-from graphmoe.command.hydra import Complete, read_words, to_config
+from graphmoe.command.hydra import read_words, to_config
 from graphmoe.command.words import run_words
 from graphmoe.config.arguments import parse_args
 from graphmoe.config.choices import CODE_FOLDERS, SEGMENT_NAMES
@@ -48,31 +44,30 @@ TERMS = """
     router, routing plan, row, segment, shared expert, slot, stage, step, unpermute, warm compile
 """
 NOT_FOR_READERS = (
-    r"\bissues? #?\d",
-    r"(?<!pytorch )(?<![\w(/&])#\d",
-    r"\bsessions?\b",
-    r"\bhelpers?\b",
-    r"/(work|home|root|mnt)/",
-    r"[^\x00-\x7f]",
-)
+    r"\bissues? #?\d", r"(?<!pytorch )(?<![\w(/&])#\d", r"\bsessions?\b", r"\bhelpers?\b",
+    r"/(work|home|root|mnt)/", r"[^\x00-\x7f]",
+)  # fmt: skip
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return str(path.relative_to(ROOT))
 
 
-def fenced(text: str) -> list[str]:
+def fenced(text):
     """The code blocks of a page, lines that end with a backslash joined with the next."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return [block.replace("\\\n", " ") for block in blocks]
 
 
-def inline(text: str) -> list[str]:
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+def prose(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def commands_in(path: Path) -> Iterator[tuple[str, str | None]]:
+def inline(text):
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(text))]
+
+
+def commands_in(path):
     """Lines of a page's code, or of a YAML file's comments, that call one of the project's tools.
 
     With each comes the error that the page shows below it, if any.
@@ -93,11 +88,9 @@ COMMANDS = sorted((page, line) for page, line, error in QUOTED if error is None)
 MISTAKES = sorted((line, error) for _, line, error in QUOTED if error is not None)
 
 
-def words_of(line: str) -> tuple[str, list[str]]:
+def words_of(line):
     """The tool that a command line calls, and its words up to a pipe or the like."""
-    match = COMMAND.search(line)
-    assert match
-    in_substitution, module, script, command, rest = match.groups()
+    in_substitution, module, script, command, rest = COMMAND.search(line).groups()
     module = f"graphmoe.{command}" if command else module
     rest = rest.split(")")[0] if in_substitution else rest
     lexer = shlex.shlex(re.sub(r"<[^<>\s]+>", "given", rest), posix=True, punctuation_chars=True)
@@ -105,18 +98,17 @@ def words_of(line: str) -> tuple[str, list[str]]:
     return module or script, list(itertools.takewhile(lambda word: not set(word) <= set("();<>|&"), lexer))
 
 
-def load(tool: str) -> ModuleType:
+def load(tool):
     if not tool.endswith(".py"):
         module = importlib.import_module(tool)
         return importlib.import_module(f"{tool}.__main__") if hasattr(module, "__path__") else module
     spec = importlib.util.spec_from_file_location(Path(tool).stem, ROOT / tool)
-    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def words_for(override: Override) -> list[str]:
+def words_for(override):
     """A word for each job of a sweep; for a range without steps, which Optuna searches, its first value."""
     key = override.get_key_element()
     if override.is_interval_sweep():
@@ -130,7 +122,7 @@ composed = functools.cache(lambda *groups, **how: pickle.dumps(hydra_config(*gro
 """The configuration of some options of groups; composing takes most of the time of a command line."""
 
 
-def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | None = None) -> None:
+def check_hydra_words(words, folder, complete=None):
     args = get_args(list(words))
     if args.shell_completion:
         assert args.overrides == ["install=bash"]
@@ -162,17 +154,17 @@ class Parsed(Exception):
     """End of a tool that was to read its words only."""
 
 
-def parse_only(*given: Any, **named: Any) -> None:
+def parse_only(*given, **named):
     parse_args(*given, **named)
     raise Parsed
 
 
-def is_of_a_group(word: str) -> bool:
+def is_of_a_group(word):
     key = word.partition("=")[0].lstrip("+~")
     return "/" in key or key == "hydra.searchpath" or (ROOT / "conf" / key).is_dir()
 
 
-def with_stand_in(word: str, folder: Path) -> str:
+def with_stand_in(word, folder):
     """The word with a stand-in for a model's folder that only its reader has."""
     key, _, name = word.partition("=")
     if key != "model" or not name or "," in name or (ROOT / "conf" / "model" / f"{name}.yaml").exists():
@@ -183,7 +175,7 @@ def with_stand_in(word: str, folder: Path) -> str:
     return f"{key}={folder / name}"
 
 
-def check_command(page: str, line: str, folder: Path) -> None:
+def check_command(page, line, folder):
     tool, words = words_of(line)
     module = load(tool)
     if "--config-dir" not in words:
@@ -239,43 +231,27 @@ def test_a_quoted_error_is_what_its_command_line_gives(tmp_path):
 
 def test_segments_of_the_page_about_one_step_are_as_it_prints_them(capsys):
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    found = re.search(r"# show_segments.py\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
-    assert found
-    exec(found[1], {})
-    assert capsys.readouterr().out == found[2]
+    code, printed = re.search(r"# show_segments.py\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL).groups()
+    exec(code, {})
+    assert capsys.readouterr().out == printed
 
 
-def test_make_targets_that_a_page_names_exist():
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_paths_and_make_targets_of_a_page_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    unknown = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        code = [line.split("#")[0] for block in fenced(text) + inline(text) for line in block.splitlines()]
-        named = {match[1] for line in code if (match := re.match(r"make ([a-z-]+)", line))}
-        unknown += [(name_of(page), target) for target in sorted(named - targets)]
-    assert unknown == []
-
-
-def test_links_and_paths_of_a_page_lead_somewhere():
-    assert [found for page in PAGES for found in missing_targets(page)] == []
-
-
-def missing_targets(page: Path) -> Iterator[tuple[str, str]]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target):
-            continue
+    lines = [line for block in fenced(text) + inline(text) for line in block.splitlines()]
+    assert {made[1] for line in lines if (made := re.match(r"make ([a-z-]+)", line))} <= targets
+    for target in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", prose(text)):
         file, _, anchor = target.partition("#")
         path = (page.parent / file).resolve() if file else page
-        if not path.exists() or (anchor and anchor not in anchors(path)):
-            yield name_of(page), target
+        assert path.exists() and (not anchor or anchor in anchors(path)), target
     for code in inline(text):
         is_path = re.fullmatch(r"(conf|docs|graphmoe|passes|runtime|tests)/[\w./*-]*", code)
-        if is_path and not any(ROOT.glob(code)):
-            yield name_of(page), code
+        assert not is_path or any(ROOT.glob(code)), code
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -290,15 +266,13 @@ def test_the_site_has_each_page_once():
 
 @pytest.mark.parametrize(
     ("page", "link", "expected", "without_address"),
-    [
-        ("README.md", "[a](docs/compile.md#keys)", "[a](compile.md#keys)", None),
-        ("README.md", "![a](docs/images/report.png)", "![a](images/report.png)", None),
-        ("docs/map.md", "[a](../README.md)", "[a](index.md)", None),
-        ("docs/benchmarks/README.md", "[a](../data.md)", "[a](../data.md)", None),
-        ("docs/map.md", "[`a`](../passes/base.py)", "[`a`](https://x/blob/main/passes/base.py)", "`a`"),
-        ("docs/map.md", "[a](#rooms) [b](https://y)", "[a](#rooms) [b](https://y)", None),
-    ],
-)
+    [("README.md", "[a](docs/compile.md#keys)", "[a](compile.md#keys)", None),
+     ("README.md", "![a](docs/images/report.png)", "![a](images/report.png)", None),
+     ("docs/map.md", "[a](../README.md)", "[a](index.md)", None),
+     ("docs/benchmarks/README.md", "[a](../data.md)", "[a](../data.md)", None),
+     ("docs/map.md", "[`a`](../passes/base.py)", "[`a`](https://x/blob/main/passes/base.py)", "`a`"),
+     ("docs/map.md", "[a](#rooms) [b](https://y)", "[a](#rooms) [b](https://y)", None)],
+)  # fmt: skip
 def test_links_of_a_page_lead_to_pages_of_the_site_and_to_sources(page, link, expected, without_address):
     site_links = load("docs/site_pages.py").site_links
     assert site_links(link, page, "https://x/") == expected
@@ -306,20 +280,15 @@ def test_links_of_a_page_lead_to_pages_of_the_site_and_to_sources(page, link, ex
 
 
 def test_the_python_interface_that_a_page_names_is_there():
-    names = re.findall("^::: (.+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
-    assert names
+    assert (names := re.findall("^::: (.+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE))
     for module, _, name in (name.rpartition(".") for name in names):
         assert getattr(importlib.import_module(module), name).__doc__, name
 
 
 def test_a_page_speaks_to_its_reader_only():
-    found = [
-        (name_of(page), line)
-        for page in PAGES
-        for line in page.read_text(encoding="utf-8").splitlines()
-        if any(re.search(word, line, re.I) for word in NOT_FOR_READERS)
-    ]
-    assert found == []
+    unfit = re.compile(f"^.*(?:{'|'.join(NOT_FOR_READERS)}).*$", re.IGNORECASE | re.MULTILINE)
+    found = {name_of(page): unfit.findall(page.read_text(encoding="utf-8")) for page in PAGES}
+    assert {page: lines for page, lines in found.items() if lines} == {}
 
 
 def test_the_configuration_page_is_up_to_date():
@@ -328,8 +297,7 @@ def test_the_configuration_page_is_up_to_date():
 
 
 def test_an_experiment_opens_with_a_sentence_and_its_command():
-    experiments = sorted(ROOT.glob("conf/experiment/**/*.yaml"))
-    assert experiments
+    assert (experiments := sorted(ROOT.glob("conf/experiment/**/*.yaml")))
     for file in experiments:
         package, sentence, command = file.read_text().splitlines()[:3]
         assert package == "# @package _global_" and sentence.startswith("# "), file
@@ -337,7 +305,7 @@ def test_an_experiment_opens_with_a_sentence_and_its_command():
         assert command == f"#   python -m graphmoe.train experiment={option}", file
 
 
-def rows_below(page: Path, header: str) -> list[list[str]]:
+def rows_below(page, header):
     lines = page.read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(header))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
@@ -349,10 +317,9 @@ def test_the_segment_table_is_what_the_layers_declare():
     with torch.device("meta"):
         layers = DenseLayer(config).segments() + MoELayer(config, MoEConfig()).segments()
     expected = {}
-    for segment in layers:
-        writes = ("the routing plan",) if segment.writes == PLAN else segment.writes
-        cells = [", ".join(segment.reads), ", ".join(writes), segment.stream]
-        expected[f"`{segment.name}`"] = cells
+    for each in layers:
+        writes = ("the routing plan",) if each.writes == PLAN else each.writes
+        expected[f"`{each.name}`"] = [", ".join(each.reads), ", ".join(writes), each.stream]
     table = rows_below(ROOT / "docs" / "architecture.md", "| segment |")
     assert {row[0]: row[1:4] for row in table} == expected
 
@@ -386,10 +353,9 @@ def test_each_line_of_the_changelog_names_a_symbol_or_a_command():
 def test_messages_of_the_troubleshooting_page_are_in_the_sources():
     files = [file for top in ("graphmoe", "passes", "runtime") for file in (ROOT / top).rglob("*.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    for node in nodes:
-        if isinstance(node, ast.JoinedStr):
-            texts.append("".join(str(getattr(part, "value", "")) for part in node.values))
+    said = (node for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr))
+    pieces = [getattr(node, "values", [node]) for node in said]
+    texts = ["".join(str(getattr(part, "value", "")) for part in parts) for parts in pieces]
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     patterns = {said: ".*".join(map(re.escape, said.split("..."))) for said in messages}

@@ -12,25 +12,24 @@ import pytest
 from tests.runs import ROOT, metrics
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("examples/*/README.md"))
+PIPED = {"capture_output": True, "text": True}
 pytestmark = pytest.mark.slow
 
 
-def commands_of(name: str) -> list[str]:
+def commands_of(name):
     text = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
-def run_example(name: str, folder: Path) -> str:
+def run_example(name, folder):
     for path in ("examples", "docs"):
         (folder / path).symlink_to(ROOT / path)
     paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": paths, "COLUMNS": "200"}
     printed = ""
     for line in commands_of(name):
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-        )
+        done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, timeout=600, **PIPED)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         printed += done.stdout
     return printed
@@ -38,10 +37,8 @@ def run_example(name: str, folder: Path) -> str:
 
 def test_own_text_goes_to_transformers_and_learns_on(tmp_path):
     assert "logits differ by" in run_example("hugging_face", tmp_path)
-    first, second = (
-        [row["val_loss"] for row in metrics(tmp_path / "outputs" / run) if "val_loss" in row]
-        for run in ("own_text", "continued")
-    )
+    rows = [metrics(tmp_path / "outputs" / run) for run in ("own_text", "continued")]
+    first, second = ([row["val_loss"] for row in of_run if "val_loss" in row] for of_run in rows)
     assert second[0] == pytest.approx(first[-1], abs=0.02) and second[-1] < second[0] < first[0]
 
 

@@ -1,7 +1,6 @@
 """Text from a trained run's folder."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.runs import TINY, assert_same_state, command, config, document_of, re
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory, text_words) -> Path:
+def run_folder(tmp_path_factory, text_words):
     folder = tmp_path_factory.mktemp("generate")
     words = (*TINY, *text_words, "hydra.run.dir=run", "log.sample_tokens=0", "precision.compute=bf16")
     run = command(folder, *words)
@@ -28,7 +27,13 @@ def run_folder(tmp_path_factory, text_words) -> Path:
     return folder / "run"
 
 
-def shown(capsys, *words: str) -> str:
+@pytest.fixture(scope="module")
+def trained(run_folder):
+    model, _ = load_model(run_folder, run_config(run_folder), torch.device("cpu"))
+    return load_tokenizer(run_folder / "tokenizer.json"), model
+
+
+def shown(capsys, *words):
     main(list(words))
     return capsys.readouterr().out
 
@@ -40,11 +45,10 @@ def test_the_prompt_is_continued_the_same_way_for_the_same_seed(run_folder, caps
     assert shown(capsys, *words) == first != shown(capsys, *words, "seed=1")
 
 
-def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_folder, capsys):
+def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_folder, trained, capsys):
     words = (f"run={run_folder}", "prompt=the loss", "tokens=5", "temperature=0")
     assert shown(capsys, *words) == shown(capsys, *words, "seed=1")
-    tokenizer, trained = load_tokenizer(run_folder / "tokenizer.json"), run_config(run_folder)
-    model, _ = load_model(run_folder, trained, torch.device("cpu"))
+    tokenizer, model = trained
     ids = tokenizer.encode("the loss").ids
     with torch.no_grad():
         for _ in range(5):
@@ -52,9 +56,8 @@ def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_
     assert shown(capsys, *words) == tokenizer.decode(ids) + "\n"
 
 
-def test_text_comes_a_token_at_a_time_and_no_half_characters(run_folder):
-    tokenizer, trained = load_tokenizer(run_folder / "tokenizer.json"), run_config(run_folder)
-    model, _ = load_model(run_folder, trained, torch.device("cpu"))
+def test_text_comes_a_token_at_a_time_and_no_half_characters(trained):
+    tokenizer, model = trained
 
     class Bytes:
         """Each id is a byte, and the model writes an e with an accent again and again."""
@@ -62,7 +65,7 @@ def test_text_comes_a_token_at_a_time_and_no_half_characters(run_folder):
         encode, get_vocab_size = tokenizer.encode, tokenizer.get_vocab_size
 
         @staticmethod
-        def decode(ids: list[int]) -> str:
+        def decode(ids):
             return bytes((0xC3, 0xA9)[place % 2] for place in range(len(ids))).decode(errors="replace")
 
     pieces = list(generate(model, Bytes(), "the", 4, 0.8, seed=0))
@@ -83,13 +86,10 @@ def test_a_gpu_that_has_room_for_the_weights_is_taken(memory, kind, monkeypatch)
 
 @pytest.mark.parametrize(
     "planned",
-    [
-        {"layout": Layout(cp=2)},
-        {"layout": Layout(dp=2, cp=2, ring=True)},
-        {"dispatcher": Symm(Load(4, 8), 4, 1)},  # with room for a micro-batch
-    ],
+    [{"layout": Layout(cp=2)}, {"layout": Layout(dp=2, cp=2, ring=True)},
+     {"dispatcher": Symm(Load(4, 8), 4, 1)}],  # with room for a micro-batch
     ids=["cp", "ring", "dispatcher"],
-)
+)  # fmt: skip
 def test_a_rank_that_shares_no_weights_has_all_that_one_alone_needs(planned):
     run = config("model.aux_loss=global_batch")
     shared = build_model(run.model, execution=run.moe, seed=3, **planned)
@@ -122,16 +122,14 @@ def test_the_weights_are_those_of_the_run(tmp_path, text_words):
 
 @pytest.mark.parametrize(
     "words, message",
-    [
-        ("tokens=0", "tokens=0 must be greater than 0"),
-        ("temperature=-1", "temperature=-1.0 must be 0 or greater"),
-        ("temperature=nan", "temperature=nan must be 0 or greater"),
-        ("prompt=", "prompt='' has no tokens; give some text"),
-        ("step=5", "has no checkpoint of step 5; it has [6, 3]"),
-        ("device=cuda", "run.device=cuda, but torch sees no GPU"),
-        ("promt=x", "unknown key 'promt'; did you mean 'prompt'?"),
-    ],
-)
+    [("tokens=0", "tokens=0 must be greater than 0"),
+     ("temperature=-1", "temperature=-1.0 must be 0 or greater"),
+     ("temperature=nan", "temperature=nan must be 0 or greater"),
+     ("prompt=", "prompt='' has no tokens; give some text"),
+     ("step=5", "has no checkpoint of step 5; it has [6, 3]"),
+     ("device=cuda", "run.device=cuda, but torch sees no GPU"),
+     ("promt=x", "unknown key 'promt'; did you mean 'prompt'?")],
+)  # fmt: skip
 def test_a_wrong_word_is_an_error_that_says_what_would_do(run_folder, capsys, words, message):
     if words == "device=cuda" and torch.cuda.is_available():
         pytest.skip("has a GPU")

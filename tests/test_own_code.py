@@ -10,14 +10,7 @@ import torch
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.config.choices import (
-    ATTENTIONS,
-    DATA_SOURCES,
-    DISPATCHERS,
-    EXPERTS_BACKENDS,
-    LR_SCHEDULES,
-    OPTIMIZERS,
-)
+from graphmoe.config import choices
 from graphmoe.config.schema import ConfigError
 from graphmoe.data import sources
 from graphmoe.info import show
@@ -47,16 +40,8 @@ def rows_of(folder, key, *words):
     return [row[key] for row in metrics(folder) if key in row]
 
 
-def test_a_learning_rate_schedule(own, tmp_path):
-    own("own_schedules", "def linear(progress):\n    return 1 - progress\n")
-    rates = rows_of(tmp_path / "run", "lr", "optim.schedule=own_schedules:linear", "optim.min_lr_ratio=0")
-    assert rates == pytest.approx([1e-2 * (1 - step / 6) for step in range(1, 7)], abs=1e-8)
-
-
 def test_a_data_source(own, tmp_path):
-    own(
-        "own_sources",
-        """
+    code = """
 import numpy as np
 from graphmoe.data.corpus import Corpus
 from graphmoe.data.samples import Samples
@@ -71,17 +56,15 @@ class Counting(Samples):
 
 def counting(config, seq_len, vocab_size):
     return Corpus(Counting(seq_len, vocab_size, 0), Counting(seq_len, vocab_size, 7))
-""",
-    )
+"""
+    own("own_sources", code)
     words = ("data.source=own_sources:counting", "train.steps=40", "train.val_interval=40")
     losses = rows_of(tmp_path / "run", "val_loss", *words, "train.val_batches=2")
     assert losses[-1] < losses[0] - 1, "the next number is easy to guess"
 
 
 def test_kernels_of_the_experts(own, tmp_path, as_traced):
-    own(
-        "own_experts",
-        """
+    code = """
 import torch
 from graphmoe.ops.grouped_mlp.reference import Products, Stepwise
 
@@ -90,8 +73,8 @@ def products(dtype):
     calls.append(dtype)
     return Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
 mine = Stepwise(products, lambda *_: None)
-""",
-    )
+"""
+    own("own_experts", code)
     words = (*QUIET, *COMPILED, "train.steps=2", "compile.cache=false", "checkpoint.enabled=true")
     losses = []
     for name in ("torch", "own_experts:mine"):
@@ -102,9 +85,7 @@ mine = Stepwise(products, lambda *_: None)
 
 
 def test_a_dispatcher(own, tmp_path):
-    own(
-        "own_dispatchers",
-        """
+    code = """
 from graphmoe.plan.experts import DispatcherFacts
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 
@@ -115,12 +96,10 @@ class Mine:
     def make(cls, plan, mesh, factor):
         cls.made.append(factor)
         return AllToAll(mesh, plan.model.num_experts)
-""",
-    )
-    theirs, ours = (
-        rows_of(tmp_path / name, "loss", f"moe.dispatcher={name}", "train.steps=3")
-        for name in ("alltoall", "own_dispatchers:Mine")
-    )
+"""
+    own("own_dispatchers", code)
+    names, words = ("alltoall", "own_dispatchers:Mine"), ("loss", "train.steps=3")
+    theirs, ours = (rows_of(tmp_path / name, *words, f"moe.dispatcher={name}") for name in names)
     assert theirs == ours and sys.modules["own_dispatchers"].Mine.made == [1.0]
 
 
@@ -152,16 +131,14 @@ def test_a_pipeline_schedule(own, tmp_path):
 
 
 def test_a_pipeline_schedule_that_no_ranks_could_run_is_refused(own):
+    two_ranks = "launch.nproc=2", "launch.nodes=1", "parallel.pp=2"
     own("wrong_pipelines", f"{SCHEDULE.replace('FB', 'BF')}\nno_schedule = in_pairs\n")
     for name, words in {
         "mine": "rank 0 at 0B0 waits for 0F0, which is later on rank 0",
         "no_schedule": "is a function; name a graphmoe.plan.pipeline.schedules.Schedule",
     }.items():
         with pytest.raises(ConfigError, match=rf"pipeline.schedule=wrong_pipelines:{name}:? {words}"):
-            config(
-                "launch.nproc=2", "launch.nodes=1", "parallel.pp=2",
-                f"pipeline.schedule=wrong_pipelines:{name}",
-            )  # fmt: skip
+            config(*two_ranks, f"pipeline.schedule=wrong_pipelines:{name}")
 
 
 OPTIMIZER = """
@@ -195,8 +172,7 @@ def test_an_optimizer_steps_as_torch_does_and_resumes_bitwise(own, tmp_path):
     source = f"checkpoint.resume_from={tmp_path}/whole/checkpoints/step_00000003"
     second = train_in(tmp_path / "second", *words, "train.steps=6", source)
     assert_same_state(final_state(tmp_path / "second", tmp_path / "scratch2", *words), state)
-    for one, other in zip(whole.optimizer.weights, second.optimizer.weights, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, whole.optimizer.weights, second.optimizer.weights))
     with pytest.raises(CheckpointError, match=r"(?s)does not fit the state .*optimizer\.velocity\."):
         train_in(tmp_path / "third", "train.steps=6", source)
 
@@ -226,11 +202,16 @@ def test_an_optimizer_on_two_ranks(own, tmp_path):
 OWN_ATTENTION = ("model.attention=own_attention:Mine", "model.num_heads=2")
 
 
+def example(name):
+    """The code of CONTRIBUTING that begins with a file's name."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return re.search(rf"```python\n# {name}\n(.*?)```", text, re.S)[1]
+
+
 @pytest.fixture
 def own_attention(own):
-    """Write the example of CONTRIBUTING: gqa with as many key-value heads, of one size."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    own("own_attention", re.search(r"```python\n# my_attention.py\n(.*?)```", text, re.S)[1])
+    """gqa with as many key-value heads, of one size."""
+    own("own_attention", example("my_attention.py"))
 
 
 def test_an_attention(own_attention, tmp_path, as_traced):
@@ -277,9 +258,7 @@ class Same(MoELayer):
 
 @pytest.fixture
 def own_layers(own):
-    """Write the example of CONTRIBUTING, and layers that compute what the standard ones do."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    own("own_layers", re.search(r"```python\n# my_layers.py\n(.*?)```", text, re.S)[1] + OWN_LAYERS)
+    own("own_layers", example("my_layers.py") + OWN_LAYERS)
 
 
 def test_a_layer_trains_and_its_dense_layers_are_its_own(own_layers, tmp_path):
@@ -295,13 +274,9 @@ def test_a_layer_trains_and_its_dense_layers_are_its_own(own_layers, tmp_path):
 
 
 def test_a_layer_compiles_to_what_it_is(own_layers, tmp_path, as_traced):
-    words = (*QUIET, *COMPILED, "train.steps=3", "compile.cache=false")
-    plain, compiled = (
-        rows_of(
-            tmp_path / str(on), "loss", *words, "model.layer=own_layers:Sandwich", f"compile.enabled={on}"
-        )
-        for on in ("false", "true")
-    )
+    words = (*COMPILED, "train.steps=3", "compile.cache=false", "model.layer=own_layers:Sandwich")
+    switches = ("compile.enabled=false", "compile.enabled=true")
+    plain, compiled = (rows_of(tmp_path / each, "loss", *words, each) for each in switches)
     assert compiled == pytest.approx(plain, rel=1e-5)
 
 
@@ -312,19 +287,18 @@ def test_what_is_not_known_of_a_layer_is_refused(own_layers):
         to_hf_config(run.model)
     standard = count_parameters(replace(run.model, layer="standard"))["total"]["full"]
     assert count_parameters(run.model)["total"]["full"] == standard + run.model.hidden_size
-    with pytest.raises(
-        ConfigError, match="parallel.tp=2 .* model.layer=own_layers:Sandwich has no tp in axes"
-    ):
+    no_axis = "parallel.tp=2 .* model.layer=own_layers:Sandwich has no tp in axes"
+    with pytest.raises(ConfigError, match=no_axis):
         config("model.layer=own_layers:Sandwich", "parallel.tp=2", "launch.nproc=2")
     with pytest.raises(ConfigError, match="model.layer=json:JSONDecoder does not derive from .*MoELayer"):
         build_model(replace(run.model, layer="json:JSONDecoder"), device="meta")
 
 
 def test_names_of_choices_are_the_rows_of_their_tables():
-    assert {*ATTENTIONS.names} == {*attention.FACTS} == {*KINDS}
-    assert {*OPTIMIZERS.names} == {*RULES}
-    assert {*DATA_SOURCES.names} == {*sources.OPEN}
-    assert {*DATA_SOURCES.names} == {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
-    assert {*LR_SCHEDULES.names} == {*DECAYS, "constant"}
-    assert {*EXPERTS_BACKENDS.names} == {*BACKENDS, "auto"}
-    assert {*DISPATCHERS.names} == {*FACTS, "auto"} == {*MAKERS, "auto"}
+    assert {*choices.ATTENTIONS.names} == {*attention.FACTS} == {*KINDS}
+    assert {*choices.OPTIMIZERS.names} == {*RULES}
+    of_conf = {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
+    assert {*choices.DATA_SOURCES.names} == {*sources.OPEN} == of_conf
+    assert {*choices.LR_SCHEDULES.names} == {*DECAYS, "constant"}
+    assert {*choices.EXPERTS_BACKENDS.names} == {*BACKENDS, "auto"}
+    assert {*choices.DISPATCHERS.names} == {*FACTS, "auto"} == {*MAKERS, "auto"}

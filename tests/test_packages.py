@@ -30,8 +30,8 @@ site.addsitedir({site!r})
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    copy: Path = tmp_path_factory.mktemp("checkout") / "tree"
+def checkout(tmp_path_factory):
+    copy = tmp_path_factory.mktemp("checkout") / "tree"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.split("\n")[:-1]:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -40,8 +40,8 @@ def checkout(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(checkout, tmp_path_factory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("wheel")
+def wheel(checkout, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run([*PIP, "wheel", *ALONE, "-w", folder, checkout], check=True)
     (built,) = folder.glob("*.whl")
     zipfile.ZipFile(built).extractall(folder / "site")
@@ -49,7 +49,7 @@ def wheel(checkout, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def editable(checkout, tmp_path) -> Path:
+def editable(checkout, tmp_path):
     """Install into a prefix, whose finder a startup file of Python's loads; what is installed here stays."""
     apart = ("--ignore-installed", "--prefix", tmp_path / "prefix")
     subprocess.run([*PIP, "install", *ALONE, *apart, "-e", checkout], check=True)
@@ -68,7 +68,7 @@ def test_commands_run_beside_a_users_files_of_our_folders_names(install, checkou
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text("raise RuntimeError('this is the file of the user')\n")
 
-    def run(*words: str) -> str:
+    def run(*words):
         line = [sys.executable, *words]
         done = subprocess.run(line, cwd=work, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

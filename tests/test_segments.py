@@ -3,15 +3,7 @@
 import pytest
 import torch
 
-from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.segments import CAPTURABLE, Segment, lowest_stage, run_segments, segments_of, waiting_segments
-
-
-def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
-    assert " ".join(SEGMENT_NAMES) == (
-        "embed attn mlp moe_router moe_preprocess moe_dispatch shared_experts moe_experts moe_combine "
-        "loss optimizer"
-    )
 
 
 def test_words_stand_for_lists_of_segments():
@@ -30,11 +22,8 @@ def test_tensors_are_handed_over_by_name_in_the_declared_order():
     a, b = torch.tensor(7.0), torch.tensor(3.0)
     kept = run_segments(segments, {"a": a, "b": b}, ("product", "a", "b"))
     assert [t.item() for t in kept] == [21.0, -4.0, 3.0]
-
-
-def test_reading_what_nobody_wrote_is_an_error():
-    with pytest.raises(KeyError, match="y"):
-        run_segments([Segment("attn", torch.neg, ("y",), ("x",))], {"x": torch.tensor(2.0)}, ("x",))
+    with pytest.raises(KeyError, match="difference"):
+        run_segments(segments[1:], {"a": a}, ("a",))
 
 
 @pytest.mark.parametrize("writes", [("x",), ("x", "y", "z")])
@@ -46,20 +35,11 @@ def test_returning_another_number_of_tensors_than_declared_is_an_error(writes):
 
 @pytest.mark.parametrize(
     "scope, stage",
-    [
-        ("none", 0),
-        (["embed", "attn", "mlp", "shared_experts", "loss"], 0),
-        (["moe_preprocess"], 1),
-        ("partial", 1),
-        (["moe_dispatch"], 3),
-        (["moe_experts", "attn"], 3),
-        (["moe_combine"], 3),
-        ("moe", 3),
-        ("layer", 3),
-        ("full_iteration", 3),
-    ],
+    [("none", 0), (["embed", "attn", "mlp", "shared_experts", "loss"], 0), (["moe_preprocess"], 1),
+     ("partial", 1), (["moe_dispatch"], 3), (["moe_experts", "attn"], 3), (["moe_combine"], 3), ("moe", 3),
+     ("layer", 3), ("full_iteration", 3)],
     ids=str,
-)
+)  # fmt: skip
 def test_a_scope_needs_the_stage_at_which_nothing_of_it_waits(scope, stage):
     assert lowest_stage(scope) == stage
     assert waiting_segments(scope, stage) == () and (stage == 0 or waiting_segments(scope, stage - 1))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,27 +23,17 @@ from tests.runs import ROOT, TINY, Command, command, config, numbers
 SHORT = ("train.steps=4", "hydra.run.dir=run")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    assert command(folder, *TINY, *SHORT).wait() == 0
-    return folder / "run"
-
-
-def test_a_replay_of_a_finished_run_gets_a_folder_of_its_own_and_the_same_numbers(finished):
-    replay = command(finished.parent, "run/resolved.yaml", module="graphmoe.worker")
-    assert replay.wait() == 0, replay.err.read_text()
-    assert replay.out.read_text().endswith("results: run-2\n")
-    assert numbers(finished.parent / "run-2") == numbers(finished)
-
-
-def test_a_replay_goes_on_with_an_unfinished_run(tmp_path, finished):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "resolved.yaml").write_bytes((finished / "resolved.yaml").read_bytes())
-    replay = command(tmp_path, "run/resolved.yaml", module="graphmoe.worker")
-    assert replay.wait() == 0 and replay.out.read_text().endswith("results: run\n")
-    assert numbers(run) == numbers(finished)
+def test_a_replay_goes_on_or_gets_a_folder_of_its_own(tmp_path):
+    finished = tmp_path / "finished"
+    assert command(tmp_path, *TINY, *SHORT).wait() == 0
+    (tmp_path / "run").rename(finished)
+    (tmp_path / "run").mkdir()
+    shutil.copy(finished / "resolved.yaml", tmp_path / "run")
+    for folder in ("run", "run-2"):  # the first replay ends the run
+        replay = command(tmp_path, "run/resolved.yaml", module="graphmoe.worker")
+        assert replay.wait() == 0, replay.err.read_text()
+        assert replay.out.read_text().endswith(f"results: {folder}\n")
+        assert numbers(tmp_path / folder) == numbers(finished)
 
 
 def test_a_folder_that_was_only_written_is_run_by_the_same_command(tmp_path):
@@ -99,28 +90,19 @@ def test_a_worker_takes_the_number_of_workers_that_there_are():
         _adapted(config(), four)
 
 
-def misspelt(at_end: str) -> subprocess.CompletedProcess[str]:
-    script = f"""
+def test_a_signal_while_the_command_ends_gives_its_status():
+    script = """
 import os, signal, sys
 from graphmoe.train import main
 sys.argv = ["graphmoe.train", "model.num_layer=6"]
 try:
     main()
 finally:
-    {at_end}
+    os.kill(os.getpid(), signal.SIGINT)
 """
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-
-
-def test_a_misspelt_key_is_answered_without_torch():
-    done = misspelt("print({'torch', 'sympy', 'torch._inductor'} & {*sys.modules})")
-    assert done.returncode == 2 and done.stdout.strip() == "set()"
-    assert done.stderr.startswith("error: unknown key 'model.num_layer'") and done.stderr.count("\n") == 1
-
-
-def test_a_signal_while_the_command_ends_gives_its_status():
-    done = misspelt("os.kill(os.getpid(), signal.SIGINT)")
-    assert done.returncode == 130 and done.stderr.endswith("\nSIGINT received: ending\n")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.startswith("error: unknown key 'model.num_layer'")
+    assert done.stderr.endswith("\nSIGINT received: ending\n")
 
 
 def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_folder_free(tmp_path):
@@ -151,7 +133,7 @@ def test_a_signal_while_modules_are_imported_is_answered_in_one_line(tmp_path, m
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     line, pipe = [sys.executable, "-m", module], subprocess.PIPE
     with subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "SIGINT received: ending\n")
     assert process.returncode == 130

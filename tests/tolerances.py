@@ -26,7 +26,7 @@ TOLERANCES = {
 }
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor, *, terms: float = 1.0) -> float:
+def relative_error(actual, expected, *, terms=1.0):
     """Return ||actual - expected|| / ||expected||, computed in fp64.
 
     Where ``expected`` is zero because its terms cancel, the error is relative to ``terms``, their norm.
@@ -38,12 +38,12 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, *, terms: float
     return error / (norm if norm > 1e-12 * terms else terms)
 
 
-def assert_forward_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_forward_close(actual, expected):
     error, limit = relative_error(actual, expected), TOLERANCES[actual.dtype].forward
     assert error <= limit, f"relative L2 error {error:.1e} is over {limit:.1e}"
 
 
-def assert_gradient_close(actual: torch.Tensor, expected: torch.Tensor, *, terms: float = 1.0) -> None:
+def assert_gradient_close(actual, expected, *, terms=1.0):
     """Check a gradient by the table's row for its own dtype; ``terms`` as in `relative_error`."""
     error, limit = relative_error(actual, expected, terms=terms), TOLERANCES[actual.dtype].gradient
     assert error <= limit, f"relative L2 error {error:.1e} is over {limit:.1e}"

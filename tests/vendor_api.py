@@ -7,12 +7,11 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).parent / "data" / "vendor_api"
 
 
-def recorded_signature(library: str, name: str, method: str | None = None) -> inspect.Signature:
+def recorded_signature(library, name, method=None):
     """Return the signature of a function, or of a class's method without ``self``.
 
     ``library`` is a file in tests/data/vendor_api without its ending, ``name`` the public import path.
@@ -23,14 +22,14 @@ def recorded_signature(library: str, name: str, method: str | None = None) -> in
     return inspect.Signature([_parameter(n, default, n in keyword_only) for n, default in entry["params"]])
 
 
-def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(signature, args, kwargs):
     """Return all arguments by name with defaults filled in. Raises TypeError like the real call."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
-def install_module(monkeypatch: Any, path: str, **names: Any) -> None:
+def install_module(monkeypatch, path, **names):
     """Put a fake module with ``names``, and its parent packages, in place of ``path``."""
     parts = path.split(".")
     for depth in range(1, len(parts) + 1):
@@ -43,7 +42,7 @@ def install_module(monkeypatch: Any, path: str, **names: Any) -> None:
         monkeypatch.setattr(sys.modules[path], name, value, raising=False)
 
 
-def _parameter(name: str, default: str | None, keyword_only: bool) -> inspect.Parameter:
+def _parameter(name, default, keyword_only):
     kind = inspect.Parameter.KEYWORD_ONLY if keyword_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
     value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
     return inspect.Parameter(name, kind, default=value)

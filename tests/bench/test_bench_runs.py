@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -68,8 +66,8 @@ def test_a_row_has_both_floors_and_what_the_recorded_steps_say(tmp_path):
     found = Trained([{"step_s": each} for each in seconds], SUMMARY, {"pool_bytes": 5}, trace)
     row = runs.step_numbers(config, 1, found, repeats=3)
     assert row["tokens"] == 4 * 4096
-    assert row["floor_ms"] == pytest.approx(95.6, abs=0.05)  # docs/benchmarks: 6 layers, 4 sequences
-    assert row["floor_with_optimizer_ms"] == pytest.approx(122.7, abs=0.05)
+    floors = (row["floor_ms"], row["floor_with_optimizer_ms"])
+    assert floors == pytest.approx((95.6, 122.7), abs=0.05)  # docs/benchmarks: 6 layers, 4 sequences
     assert (row["median_ms"], row["peak_gib"], row["pool_bytes"], row["graphs"]) == (191.2, 2.0, 5, None)
     assert row["time_over_floor"] == pytest.approx(2.0, abs=0.001)
     assert row["tflops"] == pytest.approx(790 * row["share_of_floor_rate"]) == pytest.approx(395, abs=1)
@@ -118,7 +116,7 @@ def test_another_choice_drops_defaults_that_it_need_not_have(words):
     assert config.recompute.ops == [] and config.data.seq_len == 4096
 
 
-def wait_for_jobs(folder: Path, reached: Callable[[int], bool]) -> None:
+def wait_for_jobs(folder, reached):
     """Wait until the processes of jobs whose run is in a folder are so many."""
     for _ in range(1200):
         found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
@@ -128,7 +126,7 @@ def wait_for_jobs(folder: Path, reached: Callable[[int], bool]) -> None:
     raise AssertionError("not within a minute")
 
 
-def endless() -> list[str]:
+def endless():
     given = rungs(overrides="compile=none")[0].row["overrides"]
     return [*(word for word in given if jobs.key_of(word) != "train.steps"), "train.steps=100000"]
 
@@ -215,11 +213,12 @@ def test_a_share_is_that_of_the_nearest_class_between_its_points():
 
 
 def test_a_card_is_found_by_its_gpus_name_and_one_with_other_peaks_is_refused(monkeypatch):
+    def card_of(name):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return card_of_device(torch.device("cuda"))
+
     known = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "AMD Instinct MI300X VF": "MI300X"}
-    for name, card in known.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert card_of_device(torch.device("cuda")).name == card
+    assert {name: card_of(name).name for name in known} == known
     for name in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GB200"):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         with pytest.raises(ConfigError, match=f"need a GPU with known peak rates, not {name}; use one of"):
-            card_of_device(torch.device("cuda"))
+            card_of(name)

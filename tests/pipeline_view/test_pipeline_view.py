@@ -19,16 +19,16 @@ from tests.pipeline_timelines import folded_in_turns, two_ranks
 from tests.runs import ROOT, document_of, refusal
 
 
-def document(capsys, words: str) -> dict:
+def document(capsys, words):
     return document_of(tool.main, capsys, *words.split())
 
 
-def shown(capsys, words: str) -> str:
+def shown(capsys, words):
     tool.main(words.split())
     return capsys.readouterr().out
 
 
-def error_of(words: str) -> str:
+def error_of(words):
     with pytest.raises(ConfigError) as caught:
         tool.main(words.split())
     return str(caught.value)
@@ -115,9 +115,8 @@ def test_a_layout_follows_its_pieces_is_folded_by_a_v_schedule_and_numbers_the_l
     of_stages = document(capsys, "layout=Et|(tt|)*6L stages=4")
     assert of_stages["ranks"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert document(capsys, "layout=Et|(tt|)*6L")["ranks"] == [[n] for n in range(8)]
-    rows = [line.split() for line in shown(capsys, "layout=Et|ttt|L").splitlines()]
-    assert ["1", "1", "ttt", "1", "to", "3"] in rows and ["0", "0", "Et", "0"] in rows
-    assert ["2", "2", "L"] in rows
+    rows = {" ".join(line.split()) for line in shown(capsys, "layout=Et|ttt|L").splitlines()}
+    assert {"0 0 Et 0", "1 1 ttt 1 to 3", "2 2 L"} <= rows
 
 
 def test_a_model_gives_layout_and_costs(capsys):
@@ -142,14 +141,13 @@ def test_a_model_gives_layout_and_costs(capsys):
 def test_pictures_go_where_they_are_asked_to(capsys, tmp_path):
     words = f"schedule=1f1b,zb1p stages=2 microbatches=3 out={tmp_path / 'new' / 'folder'}"
     text = shown(capsys, words)
-    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
-    assert list(map(str, files)) == ["new/folder/pipeline.html"]
+    assert [*tmp_path.rglob("*.*")] == [tmp_path / "new/folder/pipeline.html"]
     assert text.count("written:") == 1 and "draws this" not in text
     assert "schedule=1f1b,zb1p" in (tmp_path / "new/folder/pipeline.html").read_text()
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     timelines = {}
     for step, factor in ((10, 1.0), (20, 2.0), (30, 3.0), (40, 1.0), (50, 1.0)):
         costs = Costs((2e3 * factor, 3e3 * factor), (2e3, 3e3), (1e3, 1.5e3), activation_bytes=(2**30, 2**30))
@@ -176,13 +174,10 @@ def test_a_run_is_shown_and_drawn_as_recorded_and_with_its_median_times(run, cap
 
 @pytest.mark.parametrize(
     ("words", "unit", "weighs"),
-    [
-        ("stages=2", "cost.f=1000", None),
-        ("stages=2 cost.f=2.5 layout=Et|tL", "cost.f=2.5", False),
-        ("stages=2 model=tiny", "cost.f=1000, in the mean of ranks", True),
-        ("stages=2 model=tiny layout=Etttt|L", "cost.f=1000, in the mean of ranks", True),
-    ],
-)
+    [("stages=2", "cost.f=1000", None), ("stages=2 cost.f=2.5 layout=Et|tL", "cost.f=2.5", False),
+     ("stages=2 model=tiny", "cost.f=1000, in the mean of ranks", True),
+     ("stages=2 model=tiny layout=Etttt|L", "cost.f=1000, in the mean of ranks", True)],
+)  # fmt: skip
 def test_the_makespan_is_named_with_its_unit_and_stages_that_are_not_weighed(words, unit, weighs, capsys):
     text = shown(capsys, f"schedule=1f1b {words}")
     assert re.search(r"^1f1b: makespan [\d,.]+, bubble", text, re.MULTILINE)
@@ -218,7 +213,6 @@ WRONG = (
     ("schedule=zbv cost.f=1e308", "cost.f=1e+308 must be greater than 0, and at most 1e+100"),
     ("schedule=1f1b stages=1000000000", "with 4000000000 micro-batches would take minutes"),
     ("schedule=1f1b stages=64 microbatches=100000", "use fewer stages, or at most microbatches=1024"),
-    ("schedule=1f1b cost.x=1", "unknown key 'cost.x'"),
     ("schedule=1f1b virtual_stages=2", "virtual_stages=2 does not suit schedule=1f1b"),
     ("schedule=1f1b virtual_stages=0", "virtual_stages=0 must be 1 or more"),
     ("schedule=1f1b,zb1p virtual_stages=1,1,1", "has 3 numbers for 2 schedules; give one for all, or one"),
@@ -233,7 +227,6 @@ WRONG = (
     ("model=tiny stages=8", "stages * virtual_stages = 8, and the model has 6 parts (Et*4L)"),
     ("model=tiny layout=Et|tL", "layout: t occurs 2 times, but model.num_layers=4; add 2\n  Et|tL\n     ^"),
     ("layout=Et|tL stages=3", "layout: 2 pieces, and stages * virtual_stages = 3; use 2 borders |"),
-    ("layout=Et|xL", "layout: 'x' is not a letter of a layout"),
     ("layout=Et|tL cost.f=3 out=x", "cost.f, out: nothing is simulated or drawn without a schedule; add"),
     ("schedule=1f1b step=3", "step=3 selects a step of a run; add run=..."),
     ("run=x schedule=1f1b seq_len=9 cost.w=0", "run=x determines schedule, seq_len, cost.w; leave"),
@@ -255,9 +248,9 @@ PANELS = [Panel("<mixed>", two_ranks(), ""), Panel("folded", folded_in_turns(), 
 
 def test_every_action_has_a_bar_in_the_row_of_its_rank_and_two_that_take_turns_share_it():
     bars = bars_of(PANELS[0])
-    shown = [f"{bar.action} {bar.kind} {bar.start:g}-{bar.end:g}" for bar in bars]
-    assert shown[:4] == ["0F0 F 0-3", "0I0 comm 9-10", "0I0 I 10-11", "0W0 W 11-12"]
-    assert shown[4:] == ["1F0 comm 3-4", "1F0 F 4-6", "1B0 B 6-9"]
+    shown = ", ".join(f"{bar.action} {bar.kind} {bar.start:g}-{bar.end:g}" for bar in bars)
+    first = "0F0 F 0-3, 0I0 comm 9-10, 0I0 I 10-11, 0W0 W 11-12"
+    assert shown == f"{first}, 1F0 comm 3-4, 1F0 F 4-6, 1B0 B 6-9"
     assert all(bar.rank - 0.5 < bar.low < bar.high < bar.rank + 0.5 for bar in bars)
     forward, backward = (bar for bar in bars_of(PANELS[1]) if bar.beside)
     assert (forward.start, forward.end) == (backward.start, backward.end) and forward.high == backward.low

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from typing import Any
 
 import pytest
 import yaml
@@ -12,29 +11,29 @@ from graphmoe.report.causes import causes, likely, more
 from graphmoe.report.charts import expert_charts, speed_charts
 from graphmoe.report.page import segments_section, trace_of, write_report
 from graphmoe.report.questions import NO_TRACE, times
-from graphmoe.report.run_data import RunData, read_run
-from graphmoe.run.metrics_file import Row
+from graphmoe.report.run_data import read_run
 from graphmoe.trace.summary import SegmentTime, Summary
+from tests.report.test_report import write_rows
 from tests.runs import config
 
 COMMAND = ["python", "-m", "graphmoe.train", "run.name=a b", "profile.steps=[1]"]
 CPU = {"threads": 2, "usable_cores": 2, "workers_of_node": 1, "OMP_NUM_THREADS": None}
 
 
-def run_of(folder, steps: list[Row], summary: dict[str, object], **facts: Any) -> RunData:
+def run_of(folder, steps, summary, **facts):
     """A run of 50 s, of which the first step took 10, on a GPU unless facts of a CPU are given."""
     compiles, cpu = {"enabled": facts.pop("compiles", True)}, facts.pop("cpu", None)
     train = {"steps": 8, "val_interval": 50, "val_batches": 20}
     config = {"run": {"device": "cpu" if cpu else "cuda"}, "train": train, "compile": compiles}
     (folder / "resolved.yaml").write_text(yaml.safe_dump(config))
     (folder / "env.json").write_text(json.dumps({"command": COMMAND, **(cpu or {}), **facts}))
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in steps))
+    write_rows(folder / "metrics.jsonl", steps)
     ended = {"steps": len(steps), "time_to_first_step_s": 10.0, **summary}
     (folder / "summary.json").write_text(json.dumps(ended))
     return read_run(folder)
 
 
-def rows(*step_s: float, **more: object) -> list[Row]:
+def rows(*step_s, **more):
     return [{"step": n, "loss": 1.0, "step_s": each, **more} for n, each in enumerate(step_s, start=1)]
 
 
@@ -44,20 +43,18 @@ EVEN = rows(*[2.0] * 21)
 
 @pytest.mark.parametrize(
     ("summary", "facts", "short", "said"),
-    [
-        ({"data_s": 25.0}, {}, "waiting for data, 50%", "For 50% of the time the host waited for data: `dat"),
-        ({"validation_s": 12.5}, {}, "validation, 20%", "Validation took 20% of the time: more than `train."),
-        ({"checkpoint_s": 11.0}, {}, "checkpoints, 18%", "took 18% of the time: a larger `checkpoint."),
-        ({"time_to_first_step_s": 60.0}, {}, "its start, 60%", "60% of the time (compilation 30.0 s): `comp"),
-        ({}, {"cpu": {**CPU, "threads": 1, "OMP_NUM_THREADS": "1"}},
-         "cores without work, 40%", "with 1 thread on 2 cores (OMP_NUM_THREADS=1): `host.threads=2`"),
-        ({}, {"cpu": {**CPU, "workers_of_node": 2}}, "more threads than cores, 40%",
-         "2 workers of 2 threads on 2 cores, which wait for each other: `host.threads=1`"),
-        ({}, {"cpu": CPU}, "the CPU's arithmetic", "compute on a CPU, with 2 threads on 2 cores."),
-        ({}, {}, "the steps themselves", "Nothing that a run always measures stands out."),
-        ({}, {"compiles": False}, "nothing is compiled", "`compile.enabled=true`"),
-        ({"data_s": 7.0, "validation_s": 8.0}, {}, "its start, 17%", "17% of the time (compilation"),
-    ],
+    [({"data_s": 25.0}, {}, "waiting for data, 50%", "For 50% of the time the host waited for data: `dat"),
+     ({"validation_s": 12.5}, {}, "validation, 20%", "Validation took 20% of the time: more than `train."),
+     ({"checkpoint_s": 11.0}, {}, "checkpoints, 18%", "took 18% of the time: a larger `checkpoint."),
+     ({"time_to_first_step_s": 60.0}, {}, "its start, 60%", "60% of the time (compilation 30.0 s): `comp"),
+     ({}, {"cpu": {**CPU, "threads": 1, "OMP_NUM_THREADS": "1"}},
+      "cores without work, 40%", "with 1 thread on 2 cores (OMP_NUM_THREADS=1): `host.threads=2`"),
+     ({}, {"cpu": {**CPU, "workers_of_node": 2}}, "more threads than cores, 40%",
+      "2 workers of 2 threads on 2 cores, which wait for each other: `host.threads=1`"),
+     ({}, {"cpu": CPU}, "the CPU's arithmetic", "compute on a CPU, with 2 threads on 2 cores."),
+     ({}, {}, "the steps themselves", "Nothing that a run always measures stands out."),
+     ({}, {"compiles": False}, "nothing is compiled", "`compile.enabled=true`"),
+     ({"data_s": 7.0, "validation_s": 8.0}, {}, "its start, 17%", "17% of the time (compilation")],
 )  # fmt: skip
 def test_the_largest_loss_of_time_is_named_with_its_key(tmp_path, summary, facts, short, said):
     (tmp_path / "compile_report.json").write_text(json.dumps({"graphs": 1, "seconds": 30.0, "recompiled": 0}))
@@ -70,11 +67,10 @@ def test_the_largest_loss_of_time_is_named_with_its_key(tmp_path, summary, facts
 
 
 def test_uneven_steps_and_full_ranks_count_by_the_time_that_they_cost(tmp_path):
-    late, soon = rows(*[1.0] * 20, *[3.0] * 5, rank_load=1.12), {"time_to_first_step_s": 3.0}
-    assert [each.short for each in causes(run_of(tmp_path, late, soon))] == ["uneven steps"]  # 10 s of 34
-    full = rows(*[1.0] * 20, *[3.0] * 5, rank_load=4.0)
-    named = [each.short for each in causes(run_of(tmp_path, full, soon))]
-    assert named == ["an overfull rank", "uneven steps"]
+    late, full = (rows(*[1.0] * 20, *[3.0] * 5, rank_load=load) for load in (1.12, 4.0))
+    for steps, named in (late, ["uneven steps"]), (full, ["an overfull rank", "uneven steps"]):  # 10 s of 34
+        run = run_of(tmp_path, steps, {"time_to_first_step_s": 3.0})
+        assert [each.short for each in causes(run)] == named
     compiling = run_of(tmp_path, late, {"time_to_first_step_s": 28.0})  # of 62 s
     assert times(compiling, NO_TRACE)[0] == "Most likely: its start, 45% of the time"
     segments = [SegmentTime("attn", "F", 1.0, 300.0, None, [])]
@@ -85,14 +81,12 @@ def test_uneven_steps_and_full_ranks_count_by_the_time_that_they_cost(tmp_path):
 
 @pytest.mark.parametrize(
     ("moe", "ranks", "said"),
-    [
-        ({"balance": "none", "dispatcher": "symm"}, 8, "wait for it: `moe.balance=replicas` gives all of"),
-        ({"balance": "none", "dispatcher": "auto"}, 8, "`moe.balance=replicas` with `moe.dispatcher=symm` "),
-        ({"balance": "none", "dispatcher": "auto"}, 4, None),  # experts are on two nodes
-        ({"balance": "replicas", "dispatcher": "symm"}, 8, "wait for it: more `moe.replica_slots` even it"),
-        ({"dispatcher": "symm"}, 8, None),  # an older run
-    ],
-)
+    [({"balance": "none", "dispatcher": "symm"}, 8, "wait for it: `moe.balance=replicas` gives all of"),
+     ({"balance": "none", "dispatcher": "auto"}, 8, "`moe.balance=replicas` with `moe.dispatcher=symm` "),
+     ({"balance": "none", "dispatcher": "auto"}, 4, None),  # experts are on two nodes
+     ({"balance": "replicas", "dispatcher": "symm"}, 8, "wait for it: more `moe.replica_slots` even it"),
+     ({"dispatcher": "symm"}, 8, None)],  # an older run
+)  # fmt: skip
 def test_replicas_are_named_where_an_overfull_rank_could_have_them(tmp_path, moe, ranks, said):
     run = run_of(tmp_path, rows(*[2.0] * 21, rank_load=1.5), {}, workers_of_node=ranks)
     for etp in (1, 2):
@@ -112,17 +106,17 @@ def test_a_rank_that_replicas_relieve_is_no_loss_of_time(tmp_path):
 
 
 def test_replicas_are_drawn_with_the_load_that_they_leave(tmp_path):
-    def charts(**more: float) -> dict[str, list[str]]:
+    def charts(**more):
         steps = rows(*[2.0] * 4, rank_load=1.5, load_max_over_mean=[2.0], **more)
         found = {chart.title: chart for chart in expert_charts(run_of(tmp_path, steps, {}))}
         assert ("moved 0.25 GB" in "".join(chart.note for chart in found.values())) == bool(more)
         return {title: [trace["name"] for trace in chart.traces] for title, chart in found.items()}
 
-    assert charts() == {"Fullest expert": ["mean of layers", "fullest rank"]}
-    assert charts(planned_rank_load=1.01, replicas=14.0, replica_gb=0.25) == {
-        "Fullest expert": ["mean of layers", "fullest rank", "fullest rank with replicas"],
-        "Replicas of experts": ["all MoE layers"],
-    }
+    drawn = ["mean of layers", "fullest rank"]
+    assert charts() == {"Fullest expert": drawn}
+    found = charts(planned_rank_load=1.01, replicas=14.0, replica_gb=0.25)
+    with_replicas = [*drawn, "fullest rank with replicas"]
+    assert found == {"Fullest expert": with_replicas, "Replicas of experts": ["all MoE layers"]}
 
 
 def test_shares_are_of_what_was_measured_and_others_are_not_named(tmp_path):
@@ -136,7 +130,7 @@ def test_shares_are_of_what_was_measured_and_others_are_not_named(tmp_path):
     (tmp_path / "summary.json").unlink()  # it was killed
     assert "of the run:" not in " ".join(times(read_run(tmp_path), NO_TRACE)[1])
     killed = [{**row, "start_s": 90.0} if row["step"] == 1 else row for row in EVEN]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in killed))
+    write_rows(tmp_path / "metrics.jsonl", killed)
     sentences = times(read_run(tmp_path), NO_TRACE)[1]
     assert "after 90.0 s, 69% of the time" in sentences[0] and "validation" not in " ".join(sentences)
     assert "<dd>90.0 s" in write_report(tmp_path).read_text()

@@ -18,22 +18,11 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
 from graphmoe.report import __main__ as report
 from graphmoe.report import charts
-from graphmoe.report.charts import (
-    MAX_POINTS,
-    MAX_REACHED,
-    Curve,
-    curve,
-    curves_chart,
-    loads_chart,
-    memory_remarks,
-    projected_chart,
-    reached,
-    thinned,
-)
+from graphmoe.report.charts import Curve, curve, curves_chart, loads_chart, projected_chart
 from graphmoe.report.comparison import column_keys, config_differences, names_of, write_comparison
 from graphmoe.report.page import compile_section, segments_section, trace_of, write_report
 from graphmoe.report.questions import NO_TRACE, learning, speed, times
-from graphmoe.report.run_data import RunData, read_run
+from graphmoe.report.run_data import read_run
 from graphmoe.run import files
 from graphmoe.training.memory import allocated_bytes, memory_of_places
 from graphmoe.web_page import quoted
@@ -54,7 +43,7 @@ ROWS = [
 APART = "outside the allocator"
 
 
-def run_in(folder: Path, lr: str = "0.1") -> Path:
+def run_in(folder, lr="0.1"):
     folder.mkdir(parents=True, exist_ok=True)
     plain = {"run": {"name": "killed", "device": "cuda"}, "train": {"steps": 9}, "optim": {"lr": lr},
              "parallel": {"tp": 2, "cp": 1, "pp": 1, "ep": 4, "etp": 1}, "model": {"num_experts": 4},
@@ -65,11 +54,19 @@ def run_in(folder: Path, lr: str = "0.1") -> Path:
     return folder
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
+def write_rows(path, rows):
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def outside_scripts(page: Path) -> str:
+def run_with(folder, **documents):
+    """A run with more files, by their names without .json."""
+    run_in(folder)
+    for name, document in documents.items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    return read_run(folder)
+
+
+def outside_scripts(page):
     return re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
 
 
@@ -98,34 +95,30 @@ def test_a_folder_without_steps_or_with_damaged_files_has_a_page_that_says_so(tm
     (tmp_path / "env.json").write_text("{")
     (tmp_path / "compile_report.json").write_text("[]")
     text = outside_scripts(write_report(tmp_path))
-    for words in ("env.json is not JSON", "compile_report.json: expected object, found array"):
-        assert words in text.split("Not readable: ")[1]
-    assert "No step of training" in text
+    unreadable = text.split("Not readable: ")[1]
+    assert "env.json is not JSON" in unreadable and "No step of training" in text
+    assert "compile_report.json: expected object, found array" in unreadable
     assert "<figure" not in text and 'id="plotly"' not in (tmp_path / "report.html").read_text()
 
 
 def test_a_summary_of_the_end_counts_more_than_metrics_and_metrics_that_went_on_more_than_it(tmp_path):
     ended = {"finished": True, "steps": 9, "peak_memory_gib": 7.5, "median_tokens_per_s": 8.0}
-    (run_in(tmp_path) / "summary.json").write_text(json.dumps(ended))
-    run = read_run(tmp_path)
+    run = run_with(tmp_path, summary=ended)
     assert (run.state, run.summary["peak_memory_gib"]) == ("finished, 9 steps", 7.5)
     assert run.tokens_per_s_per_rank() == 2.0
     stopped = {"finished": False, "stopped_by": "SIGTERM", "steps": 2, "final_loss": 7.0,
                "final_val_loss": 1.5, "median_tokens_per_s": 400.0, "peak_memory_gib": 7.5,
                "time_to_first_step_s": 4.0}  # fmt: skip
-    (tmp_path / "summary.json").write_text(json.dumps(stopped))
-    run = read_run(tmp_path)
+    run = run_with(tmp_path, summary=stopped)
     assert run.state == "not finished, 3 of 9 steps" and run.summary["final_loss"] == 6.0
     assert run.summary["final_val_loss"] is None and run.tokens_per_s_per_rank() == (400 + 800 / 3) / 2 / 4
     assert (run.summary["peak_memory_gib"], run.summary["time_to_first_step_s"]) == (7.5, 4.0)  # of all ranks
-    (tmp_path / "summary.json").write_text(json.dumps({**stopped, "steps": 3}))
-    assert read_run(tmp_path).state == "stopped by SIGTERM, 3 of 9 steps"
+    assert run_with(tmp_path, summary={**stopped, "steps": 3}).state == "stopped by SIGTERM, 3 of 9 steps"
 
 
 def test_the_model_has_its_number_formats_and_the_products_in_8_bits_that_the_summary_counts(tmp_path):
-    text = yaml.safe_load((run_in(tmp_path) / "resolved.yaml").read_text())
-    text["precision"] = {"compute": "bf16", "fp8": "rowwise"}
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(text))
+    with (run_in(tmp_path) / "resolved.yaml").open("a") as file:
+        file.write("precision: {compute: bf16, fp8: rowwise}\n")
     assert "bf16, products in 8 bits (rowwise), not finished" in outside_scripts(write_report(tmp_path))
     counts = {"fp8": "rowwise", "products_in_fp8": 7, "products_in_bf16": 2}
     (tmp_path / "summary.json").write_text(json.dumps(counts))
@@ -136,8 +129,8 @@ def test_a_long_curve_keeps_its_ends_and_every_peak_and_leaves_out_what_is_not_f
     values = [0.0] * 100_000
     values[54_321], values[77_777] = 9.0, -9.0
     whole = Curve("loss", list(range(100_000)), values)
-    thin = thinned(whole)
-    assert len(thin.steps) <= MAX_POINTS and (thin.steps[0], thin.steps[-1]) == (0, 99_999)
+    thin = charts.thinned(whole)
+    assert len(thin.steps) <= charts.MAX_POINTS and (thin.steps[0], thin.steps[-1]) == (0, 99_999)
     assert {9.0, -9.0} < set(thin.values) and thin.steps == sorted(thin.steps)
     assert thin.values[thin.steps.index(54_321)] == 9.0
     (chart,) = curves_chart("Loss", "nats", [whole])
@@ -172,8 +165,7 @@ def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is
     assert tuple(charts.OUTSIDE_ALLOCATOR) == graphmoe.training.memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*charts.KINDS, *charts.OUTSIDE_ALLOCATOR, "total"}
     assert sum(size for kind, size in kinds.items() if kind != "total") == pytest.approx(kinds["total"])
-    run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
-    (chart,) = projected_chart(read_run(tmp_path))
+    (chart,) = projected_chart(run_with(tmp_path, projection=document))
     rows = ("projected", APART, "measured")
     bars = {row: sum(trace["x"][0] for trace in chart.traces if trace["y"] == [row]) for row in rows}
     outside = place.buffers["communication"] + place.buffers["dispatch"]
@@ -185,9 +177,8 @@ def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is
 
 
 def test_the_page_says_why_a_run_is_not_projected(tmp_path):
-    (run_in(tmp_path) / "projection.json").write_text(json.dumps(projected_memory(plan_of(config(), 1))))
-    assert "use compile.enabled=true" in memory_remarks(read_run(tmp_path))
-    assert projected_chart(read_run(tmp_path)) == []
+    run = run_with(tmp_path, projection=projected_memory(plan_of(config(), 1)))
+    assert "use compile.enabled=true" in charts.memory_remarks(run) and projected_chart(run) == []
 
 
 def test_times_by_segment_say_of_which_steps_and_rank_they_are_and_a_large_trace_is_left(tmp_path, caplog):
@@ -201,11 +192,11 @@ def test_times_by_segment_say_of_which_steps_and_rank_they_are_and_a_large_trace
     assert caplog.messages == ["reading rank3.trace.json.gz, 0.0 MiB, for the report"]
 
 
-def told(answer: tuple[str, list[str]]) -> str:
+def told(answer):
     return " ".join([answer[0], *answer[1]])
 
 
-def with_losses(folder: Path, losses: list[float | None], *validations, **more: object) -> RunData:
+def with_losses(folder, losses, *validations, **more):
     rows = [{**ROWS[1], "step": n, "loss": loss, **more} for n, loss in enumerate(losses, start=1)]
     rows += [{"step": step, "val_loss": loss} for step, loss in validations]
     write_rows(run_in(folder) / "metrics.jsonl", rows)
@@ -218,21 +209,15 @@ NOISY = FALLING + [3.1, 3.3] * 42 + [3.0, 3.3] * 18
 
 @pytest.mark.parametrize(
     ("losses", "said"),
-    [
-        (FALLING, "Yes, and it still falls"),
-        (FALLING + [3.1, 3.2] * 60, "Yes, but it falls no more"),
-        (NOISY, "is 0.050 below that of the 36 before, which is "),
-        (
-            FALLING[:30] + [6.0, 6.3] * 5 + [6.0, 6.4] * 5,
-            "10 steps is 0.050 above that of the 10 before, which is within its noise: 50 steps are too few",
-        ),
-        (FALLING[:20], "20 steps are too few to say whether it still falls."),
-        (FALLING + [3.0] * 40 + [3.5] * 30, "Yes, but it rises at the end"),
-        ([9.0, 9.1] * 30, "No: the loss stays at 9.050"),
-        ([*FALLING, None, None], "No: the loss is not finite It is no number since step 61"),
-        ([], "Not known yet"),
-    ],
-)
+    [(FALLING, "Yes, and it still falls"), (FALLING + [3.1, 3.2] * 60, "Yes, but it falls no more"),
+     (NOISY, "is 0.050 below that of the 36 before, which is "), ([], "Not known yet"),
+     (FALLING[:30] + [6.0, 6.3] * 5 + [6.0, 6.4] * 5,
+      "10 steps is 0.050 above that of the 10 before, which is within its noise: 50 steps are too few"),
+     (FALLING[:20], "20 steps are too few to say whether it still falls."),
+     (FALLING + [3.0] * 40 + [3.5] * 30, "Yes, but it rises at the end"),
+     ([9.0, 9.1] * 30, "No: the loss stays at 9.050"),
+     ([*FALLING, None, None], "No: the loss is not finite It is no number since step 61")],
+)  # fmt: skip
 def test_a_report_says_whether_the_run_learns(losses, said, tmp_path):
     assert said in told(learning(with_losses(tmp_path, losses)))
 
@@ -261,9 +246,8 @@ def test_where_time_is_lost_is_said_with_what_to_try(tmp_path):
     run = with_losses(tmp_path, [3.0] * 40, step_s=2.0, rank_load=1.5)
     assert times(run, NO_TRACE)[0] == "Most likely: an overfull rank, 33% of the time"
     assert told(times(run, NO_TRACE)).count("1.50 times the mean") == 1
-    trace = two_steps().write(tmp_path / "profile" / "rank3.trace.json.gz", FACTS | {"rank": 3})
-    found = trace_of(run, math.inf)
-    assert trace.is_file() and found.on == "gpu"
+    two_steps().write(tmp_path / "profile" / "rank3.trace.json.gz", FACTS | {"rank": 3})
+    assert (found := trace_of(run, math.inf)).on == "gpu"
     said = told(times(run, replace(found, idle=0.4, step_ms=2.0, exposed_ms=0.5, launches=30, launch_ms=1.0)))
     assert "idle for 40% of a step, with 30 launches in 1 ms of the host" in said
     assert "`graph.scope=full_iteration`" in said and "For 25% of a step ranks communicate" in said
@@ -276,11 +260,11 @@ def test_where_time_is_lost_is_said_with_what_to_try(tmp_path):
 
 
 def test_tokens_and_time_of_a_long_run_are_known_at_some_steps_among_them_the_last(tmp_path):
-    rows = [{"step": n, "loss": 1.0, "step_s": 0.5, "tokens": 8 * n} for n in range(1, 5 * MAX_REACHED)]
+    last = 5 * charts.MAX_REACHED - 1
+    rows = [{"step": n, "loss": 1.0, "step_s": 0.5, "tokens": 8 * n} for n in range(1, last + 1)]
     write_rows(run_in(tmp_path) / "metrics.jsonl", rows)
-    known = reached(read_run(tmp_path))
-    assert [known[name][0] for name in known] == [0, 0, 0] and len(known["step"]) <= MAX_REACHED + 1
-    last = 5 * MAX_REACHED - 1
+    known = charts.reached(read_run(tmp_path))
+    assert [known[name][0] for name in known] == [0, 0, 0] and len(known["step"]) <= charts.MAX_REACHED + 1
     assert [known[name][-1] for name in ("step", "tokens", "time")] == [last, 8 * last, last / 2]
 
 
@@ -293,22 +277,15 @@ def test_dead_experts_are_named_in_an_answer_and_beside_loads(tmp_path):
     assert said not in told(learning(read_run(run_in(tmp_path / "a"))))
 
 
-def test_headings_of_passes_units_and_captures_are_explained(tmp_path):
+def test_each_heading_tile_and_chart_of_a_report_is_explained(tmp_path):
     each = {"matches": 2, "nodes_before": 9, "nodes_after": 5, "ms": 1.0}
     unit = {"unit": "attn..mlp", "used": 1, "graphs": 3, "seconds": 1.0, "source": "cache"}
     compiled = {"graphs": 3, "seconds": 1.0, "recompiled": 0, "passes": {"fuse": each}, "units": [unit]}
-    run_in(tmp_path).joinpath("compile_report.json").write_text(json.dumps(compiled))
-    heads = re.findall("<th.*?>(.*?)</th>", compile_section(read_run(tmp_path)))
-    plain = [head for head in heads if "term" not in head]
-    assert len(heads) == 10 and plain == ["ms", "used", "seconds", "from"]
-
-
-def test_each_heading_tile_and_chart_of_a_report_is_explained(tmp_path):
-    text = outside_scripts(write_report(run_in(tmp_path)))
-    marked = r"<(h2|dt|figcaption)>(.*?)</"
-    plain = [found for _, found in re.findall(marked, text) if not found.startswith('<span class="term"')]
+    heads = re.findall("<th.*?>(.*?)</th>", compile_section(run_with(tmp_path, compile_report=compiled)))
+    marked = re.findall(r"<(?:h2|dt|figcaption)>(.*?)</", outside_scripts(write_report(tmp_path)))
+    plain = [[each for each in found if 'class="term"' not in each] for found in (heads, marked)]
     asked = ["Does it learn?", "How fast is it, against the floor?", "Where does the time go?"]
-    assert plain == asked
+    assert len(heads) == 10 and plain == [["ms", "used", "seconds", "from"], asked]
 
 
 def test_a_comparison_names_what_differs(tmp_path):
@@ -372,7 +349,7 @@ def test_what_the_command_cannot_do_is_said(tmp_path, monkeypatch):
             report.main(words)
 
 
-def test_a_page_that_cannot_be_made_is_a_warning_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def test_a_page_that_cannot_be_made_is_a_warning_and_the_run_goes_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         leave_report(run_in(tmp_path / "a"))
         leave_report(tmp_path / "none")

@@ -5,8 +5,8 @@ import json
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -70,23 +70,29 @@ if CHROMIUM is None:
     pytest.skip("no chromium: install Debian's to test the pages in it", allow_module_level=True)
 
 
-@pytest.fixture
-def value_in(tmp_path):
-    """Return the value of a script in a page that Chromium has drawn in so many CSS pixels."""
+def value_in(path, width, script, *, dark=False):
+    """The value of a script in a page that Chromium has drawn in so many CSS pixels."""
+    folder = Path(tempfile.mkdtemp(dir=path.parent))
+    text = path.read_text().replace("<head>", f"<head>{BEFORE}", 1)
+    (folder / "page.html").write_text(text.replace("</body>", f"{BEHIND % script}</body>"))
+    (folder / "frame.html").write_text(FRAME % width)
+    switches = ["headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run"]
+    switches += [f"user-data-dir={folder / 'profile'}", f"window-size={width + 20},920", "dump-dom"]
+    switches += ["virtual-time-budget=60000", f"blink-settings=preferredColorScheme={0 if dark else 1}"]
+    words = [CHROMIUM, *(f"--{switch}" for switch in switches), (folder / "frame.html").as_uri()]
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+    (found,) = re.findall("<pre>(.*)</pre>", shown)
+    return json.loads(html.unescape(found))
 
-    def value_in(path: Path, width: int, script: str, *, dark: bool = False) -> Any:
-        text = path.read_text().replace("<head>", f"<head>{BEFORE}", 1)
-        (tmp_path / "page.html").write_text(text.replace("</body>", f"{BEHIND % script}</body>"))
-        (tmp_path / "frame.html").write_text(FRAME % width)
-        switches = ["headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run"]
-        switches += [f"user-data-dir={tmp_path / 'profile'}", f"window-size={width + 20},920", "dump-dom"]
-        switches += ["virtual-time-budget=60000", f"blink-settings=preferredColorScheme={0 if dark else 1}"]
-        words = [CHROMIUM, *(f"--{switch}" for switch in switches), (tmp_path / "frame.html").as_uri()]
-        shown = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
-        (found,) = re.findall("<pre>(.*)</pre>", shown)
-        return json.loads(html.unescape(found))
 
-    return value_in
+def drawn(path, width, *, dark=False):
+    """What is found in a page that complains of nothing, loads nothing, and fits its window."""
+    found = value_in(path, width, FOUND, dark=dark)
+    assert (found["errors"], found["asked"], found["fits"]) == ([], [], True)
+    for chart in found["charts"]:
+        assert chart["alt"] and min(chart["traces"]) > 0, chart
+        assert chart["marks"] >= len(chart["traces"]) > 0, chart
+    return found
 
 
 def timeline():
@@ -94,39 +100,22 @@ def timeline():
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> list[Path]:
+def runs(tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
     words = ("log.report=true", "log.peak_tflops=0.5", "train.steps=8")
-    full = ("profile.steps=[5,6]", "graph.scope=layer", "train.val_batches=0", "hydra.run.dir=full")
-    for started in (
-        command(base, *TINY, *COMPILED, *words, *full, seconds=300),
-        command(base, *TINY, *words, "hydra.run.dir=plain"),
-    ):
+    full = (*COMPILED, "profile.steps=[5,6]", "graph.scope=layer", "train.val_batches=0")
+    for name, more in {"full": full, "plain": ()}.items():
+        started = command(base, *TINY, *words, *more, f"hydra.run.dir={name}", seconds=300)
         assert started.process.exitcode == 0, started.err.read_text()
-    assert (base / "full" / "report.html").is_file() and (base / "plain" / "report.html").is_file()
+        assert (base / name / "report.html").is_file()
     write_timelines(base / "full" / FILE_NAME, {4: timeline()})
     report.main([f"run={base / 'full'}"])
     return [base / "full", base / "plain"]
 
 
-@pytest.fixture
-def drawn(value_in):
-    """Return what is found in a page that complains of nothing, loads nothing, and fits its window."""
-
-    def drawn(path: Path, width: int, *, dark: bool = False) -> dict[str, Any]:
-        found = value_in(path, width, FOUND, dark=dark)
-        assert (found["errors"], found["asked"], found["fits"]) == ([], [], True)
-        for chart in found["charts"]:
-            assert chart["alt"] and min(chart["traces"]) > 0, chart
-            assert chart["marks"] >= len(chart["traces"]) > 0, chart
-        return found
-
-    return drawn
-
-
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_chart_of_a_report_is_drawn_on_a_phone_and_a_wide_screen(runs, drawn, width, dark):
+def test_every_chart_of_a_report_is_drawn_on_a_phone_and_a_wide_screen(runs, width, dark):
     found = drawn(runs[0] / "report.html", width, dark=dark)
     charts = found["charts"]
     assert {chart["title"] for chart in charts} == CHARTS
@@ -136,7 +125,7 @@ def test_every_chart_of_a_report_is_drawn_on_a_phone_and_a_wide_screen(runs, dra
     assert (found["back"] == "rgb(18, 22, 28)") == dark
 
 
-def test_the_slider_shows_earlier_loads(runs, value_in):
+def test_the_slider_shows_earlier_loads(runs):
     script = """(() => {
       const input = document.querySelector('.slider input');
       const [output, plot] = ['output', '.plot'].map(name => input.closest('figure').querySelector(name));
@@ -152,7 +141,7 @@ def test_the_slider_shows_earlier_loads(runs, value_in):
     assert first == [str(recorded[0]["step"]), recorded[0]["load"]] and first[1] != last[1]
 
 
-def test_the_report_of_a_run_that_recorded_little_says_what_would_draw_more(runs, drawn):
+def test_the_report_of_a_run_that_recorded_little_says_what_would_draw_more(runs):
     found = drawn(runs[1] / "report.html", 390)
     traces = {chart["title"]: len(chart["traces"]) for chart in found["charts"]}
     assert CHARTS - {*traces} >= {"Time by segment", "Memory by kind", "Pipeline"} and traces["Loss"] == 2
@@ -160,10 +149,15 @@ def test_the_report_of_a_run_that_recorded_little_says_what_would_draw_more(runs
     assert [said for said in asked if said not in found["text"]] == []
 
 
+@pytest.fixture(scope="module")
+def both(runs):
+    report.main([f"runs={runs[0]},{runs[1]}", f"out={runs[0].parent / 'both.html'}"])
+    return runs[0].parent / "both.html"
+
+
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_comparison_lays_curves_over_each_other(runs, drawn, width, tmp_path):
-    report.main([f"runs={runs[0]},{runs[1]}", f"out={tmp_path / 'both.html'}"])
-    found = drawn(tmp_path / "both.html", width)
+def test_a_comparison_lays_curves_over_each_other(both, width):
+    found = drawn(both, width)
     of_charts = {chart["title"]: len(chart["traces"]) for chart in found["charts"]}
     assert of_charts.pop("Validation loss") == 1  # one run has no validation
     assert of_charts == dict.fromkeys(of_charts, 2) and len(of_charts) == 6
@@ -182,15 +176,14 @@ LAYOUT = """(() => {
 })()"""
 
 
-def test_pages_are_whole_on_a_laptop_and_mark_what_a_phone_scrolls(runs, value_in, tmp_path):
-    report.main([f"runs={runs[0]},{runs[1]}", f"out={tmp_path / 'both.html'}"])
-    pages = tmp_path / "both.html", runs[0] / "report.html"
-    both, one = (value_in(page, 1440, LAYOUT) for page in pages)
+def test_pages_are_whole_on_a_laptop_and_mark_what_a_phone_scrolls(runs, both):
+    of_both, one = (value_in(page, 1440, LAYOUT) for page in (both, runs[0] / "report.html"))
     assert [count for count, _ in one["rows"][0]] == [2, 2]  # four charts of training
-    assert {space for grid in both["rows"] + one["rows"] for _, space in grid} == {0} and both["cut"] == 0
-    heads = both["heads"]
+    assert {space for grid in of_both["rows"] + one["rows"] for _, space in grid} == {0}
+    heads = of_both["heads"]
+    assert of_both["cut"] == 0
     assert heads[0] == "run" and heads.index("state") < min(n for n, head in enumerate(heads) if "." in head)
-    phone = value_in(tmp_path / "both.html", 390, LAYOUT)
+    phone = value_in(both, 390, LAYOUT)
     assert phone["marked"] == phone["cut"] > 0
 
 
@@ -226,26 +219,20 @@ CONTROLS = """(async () => {
 })()"""
 
 
-def lines_of_a_run(steps: int, scale: float) -> list[str]:
-    rows = [
-        {"step": n, "loss": scale * (0.6 + 3 / n), "step_s": 2.0, "tokens": 100 * n} for n in range(1, steps)
-    ]
-    return [json.dumps(row) for row in rows]
-
-
-def sweep_in(folder: Path) -> Path:
+def sweep_in(folder):
     jobs = []
     for number, rate in enumerate(("1e-2", "1e-3")):
+        losses = {n: (0.6 + 3 / n) / (1 + number) for n in range(1, 41)}
+        rows = [{"step": n, "loss": loss, "step_s": 2.0, "tokens": 100 * n} for n, loss in losses.items()]
         (path := folder / str(number)).mkdir()
-        (path / METRICS_FILE).write_text("\n".join(lines_of_a_run(41, 1 / (1 + number))))
+        (path / METRICS_FILE).write_text("\n".join(map(json.dumps, rows)))
         jobs.append(Job(number, [f"optim.lr={rate}"], path, JobStatus.finished, value=1.0 - number / 2))
-    words = {job.number: job.overrides for job in jobs}
-    write_sweep_page(folder / "sweep.html", "command", jobs, words)
+    write_sweep_page(folder / "sweep.html", "command", jobs, {job.number: job.overrides for job in jobs})
     return folder / "sweep.html"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_controls_change_axes_smooth_and_hide_runs_and_words_are_explained(value_in, width, tmp_path):
+def test_controls_change_axes_smooth_and_hide_runs_and_words_are_explained(width, tmp_path):
     found = value_in(sweep_in(tmp_path), width, f"await {CONTROLS}")
     plain, smooth = found["plain"], found["smooth"]
     assert (plain["x"], plain["traces"], plain["below"]) == ([40, 40], 2, "step")
@@ -260,7 +247,7 @@ def test_controls_change_axes_smooth_and_hide_runs_and_words_are_explained(value
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_pages_of_sweeps_and_pipelines_are_drawn(drawn, width, tmp_path):
+def test_pages_of_sweeps_and_pipelines_are_drawn(width, tmp_path):
     found = drawn(sweep_in(tmp_path), width, dark=True)
     traces = {chart["title"]: len(chart["traces"]) for chart in found["charts"]}
     assert traces == {"Value over optim.lr": 1, "Loss": 2}

@@ -11,22 +11,17 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.trace.__main__ import main
 from graphmoe.trace.events import Activity, Trace, is_communication, read_trace
-from graphmoe.trace.summary import Device, SegmentTime, Summary, length, summarise
+from graphmoe.trace.summary import Device, length, summarise
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
 from tests.runs import TINY, command, document_of
 
 
-def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
+def read(trace, tmp_path, num_kernels=5):
     return summarise(read_trace(trace.write(tmp_path / "a.trace.json", FACTS)), num_kernels)
 
 
-def times_of(summary: Summary) -> dict[str, float]:
+def times_of(summary):
     return {f"{s.segment}:{s.part}": round(s.ms, 6) for s in summary.segments}
-
-
-def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
-    (found,) = (s for s in summary.segments if (s.segment, s.part) == (name, part))
-    return found
 
 
 def test_time_that_intervals_cover_counts_once():
@@ -38,8 +33,8 @@ def test_kernels_belong_to_segments_and_a_step_has_idle_time_communication_and_l
     expected = {"attn:F": 0.1, "attn:W": 0.2, "gradients:sum": 0.15, "optimizer:update": 0.3}
     assert times_of(summary) == expected
     assert [s.calls for s in summary.segments] == [1.0] * 4
-    assert segment(summary, "gradients", "sum").communication_ms == pytest.approx(0.15)
-    assert segment(summary, "attn", "F").communication_ms == 0
+    communication = {f"{s.segment}:{s.part}": s.communication_ms for s in summary.segments}
+    assert communication == pytest.approx({**dict.fromkeys(expected, 0.0), "gradients:sum": 0.15})
     # from 100 to 2000 us: 100 + 300 + 300 us are busy in each step
     assert summary.step_ms == pytest.approx(0.95) and summary.idle == pytest.approx(1 - 1400 / 1900)
     assert summary.exposed_ms == pytest.approx(0.1) and summary.hidden_ms == pytest.approx(0.05)
@@ -84,8 +79,7 @@ def test_the_bandwidth_of_a_card_is_the_one_that_is_projected_with(tmp_path):
 
 
 def test_the_largest_kernel_of_a_product_has_its_floor_and_the_others_none(tmp_path):
-    trace = KinetoTrace("NVIDIA H200")
-    trace.range("ProfilerStep#1", 0, 100)
+    trace = KinetoTrace("NVIDIA H200", step_us=100)
     trace.operation("aten::_grouped_mm", 10, 30, dims=[[4096, 2048], [8, 2048, 64], [8]])
     trace.launch("cutlass_grouped", 12, 50, 80)
     trace.launch("prepare_grouped_gemm_data", 20, 40, 41)
@@ -95,8 +89,7 @@ def test_the_largest_kernel_of_a_product_has_its_floor_and_the_others_none(tmp_p
 
 
 def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
-    trace = KinetoTrace()
-    trace.range("ProfilerStep#5", 0, 100)
+    trace = KinetoTrace(step_us=100)
     trace.range("attn..moe_combine:B", 10, 40, BACKWARD)
     trace.call("cudaGraphLaunch", 12, 32, 77, BACKWARD)
     for name, start in (("triton_red_fused_rms", 50), ("nvjet_tst", 60), ("pull_kernel", 75)):
@@ -108,8 +101,7 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
     assert unit.communication_ms == pytest.approx(0.01) == summary.exposed_ms
     (note,) = summary.notes
     assert "is a compiled unit: its kernels are fused over its segments" in note
-    whole = KinetoTrace()
-    whole.range("ProfilerStep#5", 0, 100)
+    whole = KinetoTrace(step_us=100)
     whole.range("full_iteration:replay", 10, 40)
     whole.call("cudaGraphLaunch", 12, 32, 77)
     whole.activity("kernel", "nvjet_tst", 50, 60, 77)
@@ -120,8 +112,7 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
 
 
 def test_an_eager_backward_is_the_segments_of_the_forward_by_sequence_numbers(tmp_path):
-    trace = KinetoTrace()
-    trace.range("ProfilerStep#1", 0, 1000)
+    trace = KinetoTrace(step_us=1000)
     trace.range("attn:F", 10, 30)
     trace.operation("aten::t", 11, 12, sequence=41)
     trace.range("mlp:F", 40, 60)
@@ -129,13 +120,13 @@ def test_an_eager_backward_is_the_segments_of_the_forward_by_sequence_numbers(tm
     trace.operation("aten::silu", 51, 55, sequence=42)
     trace.operation("aten::add", 70, 75, sequence=43)
     name = "autograd::engine::evaluate_function: "
-    trace.operation(f"{name}AddBackward0", 100, 110, BACKWARD, sequence=43, forward_thread=1)
+    trace.operation(f"{name}AddBackward0", 100, 110, BACKWARD, sequence=43, forward_tid=1)
     trace.launch("add", 105, 200, 210, BACKWARD)
-    trace.operation(f"{name}SiluBackward0", 120, 140, BACKWARD, sequence=42, forward_thread=1)
-    trace.operation("SiluBackward0", 121, 139, BACKWARD, sequence=42, forward_thread=1)
+    trace.operation(f"{name}SiluBackward0", 120, 140, BACKWARD, sequence=42, forward_tid=1)
+    trace.operation("SiluBackward0", 121, 139, BACKWARD, sequence=42, forward_tid=1)
     trace.operation("aten::silu_backward", 122, 138, BACKWARD, sequence=60)
     trace.launch("silu_backward", 125, 220, 240, BACKWARD)
-    trace.operation(f"{name}MmBackward0", 150, 170, BACKWARD, sequence=41, forward_thread=1)
+    trace.operation(f"{name}MmBackward0", 150, 170, BACKWARD, sequence=41, forward_tid=1)
     trace.launch("gemm", 155, 250, 280, BACKWARD)
     summary = read(trace, tmp_path)
     assert times_of(summary) == {"mlp:B": 0.05, "(no segment):": 0.01}
@@ -146,8 +137,8 @@ def test_a_kernel_between_steps_or_without_a_launch_is_no_part_of_a_segment(tmp_
     trace.launch("validation", 950, 1010, 1040)
     trace.activity("kernel", "stray", 1050, 1060, 999_999)
     summary = read(trace, tmp_path)
-    assert segment(summary, "(between steps)").ms == pytest.approx(0.015)
-    assert segment(summary, "(unknown)").ms == pytest.approx(0.005)
+    times = times_of(summary)
+    assert (times["(between steps):"], times["(unknown):"]) == (0.015, 0.005)
     assert summary.notes == ["(unknown): kernels whose launch is not in the trace"]
     assert summary.idle == pytest.approx(1 - 1440 / 1900)
 
@@ -156,23 +147,22 @@ def test_two_traces_are_compared(tmp_path, capsys):
     one, other = two_steps(), two_steps()
     other.launch("triton_new", 230, 650, 690)
     words = [str(t.write(tmp_path / n, FACTS)) for t, n in ((one, "a.json"), (other, "b.json.gz"))]
-    found = document_of(main, capsys, f"trace={','.join(words)}")
+    traces = f"trace={','.join(words)}"
+    found = document_of(main, capsys, traces)
     assert [trace["trace"] for trace in found["traces"]] == words
-    assert found["comparison"]["kernels"][0] == {
-        "name": "triton_new", "first": None, "second": 0.02, "difference": 0.02
-    }  # fmt: skip
+    new = {"name": "triton_new", "first": None, "second": 0.02, "difference": 0.02}
+    assert found["comparison"]["kernels"][0] == new
     rows = {row["name"]: row for row in found["comparison"]["figures"] + found["comparison"]["segments"]}
     assert rows["launches"]["difference"] == 0.5
     assert rows["optimizer:update"]["difference"] == pytest.approx(0.02)
-    main([f"trace={','.join(words)}", "kernels=1"])
+    main([traces, "kernels=1"])
     out = capsys.readouterr().out
     assert "triton_new" in out and "+0.020" in out and "nvjet" not in out
 
 
 def test_the_text_says_all_of_a_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    two_steps().write(tmp_path / "tiny" / "profile" / "rank0.trace.json.gz", FACTS)
-    main([f"run={tmp_path / 'tiny'}", "tracelens=false"])
+    main([f"run={profile(tmp_path / 'tiny', 0)}", "tracelens=false"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:6] == [
         "steps 10 to 11, rank 0 of 2, NVIDIA H100 80GB HBM3; all times per step",
@@ -181,15 +171,12 @@ def test_the_text_says_all_of_a_step(tmp_path, capsys, monkeypatch):
         "host 0.008 ms in 4 launches",
         "busy stream 0.20: 0.150 ms, stream 0.7: 0.600 ms",
     ]
-    words = [line.split() for line in lines]
-    assert ["attn", "F", "1", "0.100", "10.5%", "0.000"] in words
-    assert ["attn", "F", "nvjet_tst_128x256", "1", "0.100", "0.017"] in words
-    assert ["attn", "W", "sm80_xmma_gemm", "1", "0.200", "unknown"] in words
+    rows = {"attn F 1 0.100 10.5% 0.000", "attn F nvjet_tst_128x256 1 0.100 0.017"}
+    assert rows | {"attn W sm80_xmma_gemm 1 0.200 unknown"} <= {" ".join(line.split()) for line in lines}
 
 
-def trace_of_a_cpu() -> KinetoTrace:
-    trace = KinetoTrace()
-    trace.range("ProfilerStep#1", 0, 100)
+def trace_of_a_cpu():
+    trace = KinetoTrace(step_us=100)
     trace.range("attn:F", 10, 60)
     trace.operation("aten::mm", 15, 50)
     return trace
@@ -219,22 +206,23 @@ def test_ranges_of_process_groups_are_none_of_segments(tmp_path):
 
 
 def test_communication_is_known_by_name():
-    names = {
-        "ncclDevKernel_AllGather_RING_LL": True,
-        "void rcclGenericKernel<1, false>": True,
-        "Memcpy PtoP (Device -> Device)": True,
-        "void deep_ep::intranode::dispatch<8, 768, 8192>": True,
-        "pull_kernel": True,
-        "_sum_kernel": False,
-        "Memcpy DtoD (Device -> Device)": False,
-        "triton_poi_fused_add": False,
-    }
+    of_peers = [
+        "ncclDevKernel_AllGather_RING_LL", "void rcclGenericKernel<1, false>", "pull_kernel",
+        "Memcpy PtoP (Device -> Device)", "void deep_ep::intranode::dispatch<8, 768, 8192>",
+    ]  # fmt: skip
+    names = dict.fromkeys(of_peers, True)
+    names |= dict.fromkeys(["_sum_kernel", "Memcpy DtoD (Device -> Device)", "triton_poi_fused_add"], False)
     assert {n: is_communication(Activity(n, "kernel", 0, 1, "0", None)) for n in names} == names
 
 
+def profile(run, *ranks):
+    for rank in ranks:
+        two_steps().write(run / "profile" / f"rank{rank}.trace.json.gz", FACTS)
+    return run
+
+
 def test_other_ranks_are_named_where_none_was_asked_for(tmp_path, capsys):
-    for rank in (0, 2, 3):
-        two_steps().write(tmp_path / "profile" / f"rank{rank}.trace.json.gz", FACTS)
+    profile(tmp_path, 0, 2, 3)
     (tmp_path / "profile" / "rank1.memory.pickle").touch()
     note = "there are traces of more ranks, 2, 3; rank=2 shows one of them"
     for words, expected in (((), True), (("rank=0",), False)):
@@ -243,13 +231,10 @@ def test_other_ranks_are_named_where_none_was_asked_for(tmp_path, capsys):
 
 
 def test_two_runs_are_compared_by_a_rank_that_both_have(tmp_path, capsys):
-    for run, ranks in (("one", (0, 1)), ("two", (1, 2)), ("three", (0,))):
-        for rank in ranks:
-            two_steps().write(tmp_path / run / "profile" / f"rank{rank}.trace.json.gz", FACTS)
-    runs = [tmp_path / name for name in ("one", "two", "three")]
+    runs = [profile(tmp_path / "-".join(map(str, ranks)), *ranks) for ranks in ((0, 1), (1, 2), (0,))]
     found = document_of(main, capsys, f"run={runs[0]},{runs[1]}", "tracelens=false")
     assert [Path(each["trace"]).name for each in found["traces"]] == ["rank1.trace.json.gz"] * 2
-    with pytest.raises(ConfigError, match="two has rank 1, 2, .*three has rank 0; record the same"):
+    with pytest.raises(ConfigError, match="1-2 has rank 1, 2, .*/0 has rank 0; record the same"):
         main([f"run={runs[1]},{runs[2]}"])
 
 
@@ -276,8 +261,7 @@ def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     Path("torn.json.gz").write_bytes(whole[: len(whole) // 2])
     Path("list.json").write_text("[]")
     KinetoTrace().write(Path("steps.json"))
-    idle = KinetoTrace()
-    idle.range("ProfilerStep#1", 0, 10)
+    idle = KinetoTrace(step_us=10)
     idle.launch("validation", 20, 30, 40)
     idle.write(Path("idle.json"))
     for words, said in REFUSED:
@@ -286,7 +270,7 @@ def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
         assert said in str(caught.value)
 
 
-def script(folder: Path, name: str, text: str) -> None:
+def script(folder, name, text):
     (folder / name).write_text(f"#!{sys.executable}\n{text}")
     (folder / name).chmod(0o755)
 

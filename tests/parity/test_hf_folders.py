@@ -45,7 +45,7 @@ def save_mtp_model(folder, depth=2, **changes):
     return config, model
 
 
-def refused(folder, match=""):
+def refused(folder, match=None):
     with pytest.raises(ConfigError, match=match) as caught:
         load_hf(folder)
     return str(caught.value)

@@ -95,11 +95,13 @@ class Overlap:
             left.append(self._back(self._beside, number))
             if number not in self._beside.ends:
                 continue
+            later = self._beside.later
             with IN_USE.exchange.deferring() if IN_USE.exchange else nullcontext():
                 for weights in left:  # wgrad overlaps the transfers in flight
                     # pop: a unit that holds its wgrad's inputs is a cycle that leaks
                     while weights:
-                        weights.pop(0)()
+                        run = weights.pop(0)
+                        run() if later is None else later.append(run)
             left.clear()
 
     def _back(self, backward: Backward, number: int) -> PendingWeightGrads:
@@ -116,8 +118,9 @@ class Overlap:
 class Backward:
     """Backward of a recorded forward, cut into turns."""
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape, self.units = tape, backward_of(tape.units)
+    def __init__(self, tape: Tape, later: PendingWeightGrads | None = None) -> None:
+        """``later`` receives wgrad; if None, it runs beside the transfers of its turn."""
+        self.tape, self.later, self.units = tape, later, backward_of(tape.units)
         self.turns = turns(self.units, transfers_first(self.units))
         # last unit of each turn: its transfers have started, so wgrad overlaps them
         self.ends = {turn[-1] for turn in self.turns}

@@ -120,7 +120,8 @@ class Candidates:
         if pp == 1:
             yield pipeline.schedule, pipeline.virtual_stages
             return
-        names = [name for name, facts in SCHEDULES.items() if not facts.keeps_all]
+        # dualpipe_v is zbv with overlap
+        names = [n for n, facts in SCHEDULES.items() if not facts.keeps_all and n != "dualpipe_v"]
         if pipeline.ep_overlap:
             names = [name for name in names if SCHEDULES[name].build_overlapped]
         if "pipeline.schedule" in self.fixed:

@@ -95,7 +95,8 @@ class Estimates:
         name, asked = config.pipeline.schedule, num_micro_batches(config, layout)
         facts, count = schedule_of(name), asked
         if not facts.keeps_all:
-            count = min(count, FILLING * layout.pp + count % layout.pp)
+            filling = FILLING + (config.pipeline.ep_overlap and facts.is_folded)
+            count = min(count, filling * layout.pp + count % layout.pp)
         key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count)
         if facts.is_folded:  # the table follows times of stages
             own = config.precision.fp8, config.moe.dispatcher, min(asked, COMPARED * layout.pp)

@@ -61,7 +61,7 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
     sizes, of_run = plan.sizes(on_nvidia=on_nvidia), (plan.recompute, plan.moe, plan.graph)
     stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
     activations = in_flight(plan, [sum(kept.total() for kept in parts.values()) for parts in stages])
-    lanes = in_flight(plan, [1] * len(stages))
+    lanes = [2] if plan.ep_overlap and not plan.pipeline else in_flight(plan, [1] * len(stages))
     places, communication = [], communication_bytes(sizes)
     for place in range(plan.layout.pp):
         own, by_part = plan.own_stages(place), dict[str, Bytes]()

@@ -49,12 +49,12 @@ class MicroBatches:
             return
 
         def run(number: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-            return (), self._loss(tokens, add)
+            return (), self._loss(tokens, add, number % 2)  # two are in flight
 
         stage, number = Stage(run, overlap=lambda: overlap), 0
         for number, tokens in enumerate(batches):  # noqa: B007  # ``run`` reads them
             if number:
-                stage.together(number, (), stage, number - 1, ())
+                stage.together(number, (), stage, number - 1, (), weights=True)
             else:
                 stage.forward(number, ())
         stage.backward(number, (), weights=True)
@@ -67,8 +67,8 @@ class MicroBatches:
         dispatcher = self.model.dispatcher
         return self.overlap if dispatcher is not None and dispatcher.capacity is not None else None
 
-    def _loss(self, tokens: Tensor, add: Add) -> Tensor:
-        with self._lane(0) if self._lane else nullcontext():
+    def _loss(self, tokens: Tensor, add: Add, slot: int = 0) -> Tensor:
+        with self._lane(slot) if self._lane else nullcontext():
             return self._forward(tokens, add).total / self.num_global
 
     def _forward(self, tokens: Tensor, add: Add) -> LossOutput:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphmoe.ops import IN_USE
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
 from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.capture.graphs import Pool, Replay, Span, static_copy
@@ -248,7 +249,9 @@ class _UnitInSlot:
         add = have_begun(sums)
 
         def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            self._code.run_weights(handed, sums, add=add)
+            # a replay cannot leave a reduction to a later exchange
+            with IN_USE.exchange.deferring(False) if IN_USE.exchange else nullcontext():
+                self._code.run_weights(handed, sums, add=add)
             return ()
 
         if add not in self._code.weights_run:

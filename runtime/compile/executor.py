@@ -138,7 +138,6 @@ class CompiledSegments:
         forms = self._forms_of(place, code)
         if self._unit_turns is None or not self._unit_turns.runs:
             return code([*place.bound.tensors, *read, *forms], place.gradients, self._pending)
-        assert isinstance(code, UnitCode), f"{place.bound.unit.name} is captured alone, and others run inside"
 
         def call(own: Sequence[Tensor], pending: PendingWeightGrads) -> Sequence[Tensor]:
             return code([*place.bound.tensors, *own, *forms], place.gradients, pending)

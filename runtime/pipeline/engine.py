@@ -44,9 +44,9 @@ class _Kept:
             roots.append((self.loss, None))
         return [root for root, _ in roots], [gradient for _, gradient in roots]
 
-    def started(self, tape: Tape, gradients: Tensors) -> Backward:
+    def started(self, tape: Tape, gradients: Tensors, *, weights: bool) -> Backward:
         tape.start(*self.roots(gradients))
-        return Backward(tape)
+        return Backward(tape, None if weights else self.later)
 
 
 class Stage:
@@ -101,29 +101,35 @@ class Stage:
         kept = self._kept.pop(micro_batch)
         if kept.tape is not None:
             overlap = self._overlap()
-            assert weights and overlap is not None, "a schedule with separate wgrad has no overlap"
-            overlap.run_backward(kept.started(kept.tape, gradients))
+            assert overlap is not None
+            overlap.run_backward(kept.started(kept.tape, gradients, weights=weights))
             overlap.settle()
+            self._keep(micro_batch, kept.later, weights=weights)
             return kept.tape.gradients_of_received()
         roots, values = kept.roots(gradients)
         if roots:
             torch.autograd.backward(roots, values)  # type: ignore[arg-type]
-        self._later[micro_batch] = kept.later
-        if weights:
-            self.backward_weights(micro_batch)
+        self._keep(micro_batch, kept.later, weights=weights)
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received)
 
     def together(
-        self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
-    ) -> tuple[Tensors, Tensors]:
+        self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors,
+        *, weights: bool,
+    ) -> tuple[Tensors, Tensors]:  # fmt: skip
         """Run ``forward`` interleaved with another micro-batch's ``backward``; return the results of both."""
         kept = other._kept[other_micro_batch] if self._units else None
         if kept is None or kept.tape is None:
             sent = self.forward(micro_batch, received)
-            return sent, other.backward(other_micro_batch, gradients, weights=True)
+            return sent, other.backward(other_micro_batch, gradients, weights=weights)
         del other._kept[other_micro_batch]
-        sent = self.forward(micro_batch, received, kept.started(kept.tape, gradients))
+        sent = self.forward(micro_batch, received, kept.started(kept.tape, gradients, weights=weights))
+        other._keep(other_micro_batch, kept.later, weights=weights)
         return sent, kept.tape.gradients_of_received()
+
+    def _keep(self, micro_batch: int, later: PendingWeightGrads, *, weights: bool) -> None:
+        self._later[micro_batch] = later
+        if weights:
+            self.backward_weights(micro_batch)
 
     def backward_weights(self, micro_batch: int) -> None:
         """Run the wgrad that ``backward`` deferred."""
@@ -193,7 +199,8 @@ class Pipeline:
                 return
             forward, backward = step
             stage, other = self._stages[forward.stage], self._stages[backward.stage]
-            results = stage.together(forward.micro_batch, inputs[0], other, backward.micro_batch, inputs[1])
+            pair = forward.micro_batch, inputs[0], other, backward.micro_batch, inputs[1]
+            results = stage.together(*pair, weights=backward.kind == "B")
             for action, made in zip(step, results, strict=True):  # the order in which the next rank receives
                 self._deliver(action, made)
 

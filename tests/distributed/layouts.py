@@ -202,9 +202,9 @@ def check_that_units_take_turns(trainer: Trainer) -> None:
     with_experts = [stages[n] for n, each in micro_batches.stages.items() if trainer.model.moe_layers(each)]
     queued, found = watched(overlap), list[tuple[int, bool]]()
 
-    def in_turns(stage, micro_batch, received, other, *backward):
+    def in_turns(stage, micro_batch, received, other, *backward, **named):
         queued.clear()
-        results = Stage.together(stage, micro_batch, received, other, *backward)
+        results = Stage.together(stage, micro_batch, received, other, *backward, **named)
         found.append((num_changes(queued), stage in with_experts and other in with_experts))
         return results
 

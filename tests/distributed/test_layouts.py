@@ -50,6 +50,11 @@ ROOM = (*BUDGET[:-1], "moe.receive_budget=worst_case")
 TURNS = (*ROOM, "pipeline.ep_overlap=true")
 FULL = ("graph.scope=full_iteration", "graph.warmup_steps=1")
 LAYERS = ("graph.scope=layer", "graph.warmup_steps=1")
+PARTIAL = ("graph.scope=partial", "graph.warmup_steps=1")
+NEARLY_ALL = (
+    "graph.scope=[embed,attn,moe_router,moe_preprocess,moe_experts,shared_experts,mlp,loss]",
+    *LAYERS[1:],
+)
 SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
 SENT = Case(2, "ep=2", mode="traced")
 SENDS = (SENT, replace(SENT, overrides=(SENT_TWICE,)))
@@ -78,11 +83,21 @@ RECOMPUTED = ("recompute.ops=[layernorm,shared_experts]", "recompute.segments=[m
 KEPT = "moe.replica_keep=true"
 FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1", "moe.receive_budget=1.0")
 COPIED = Case(2, "ep=2", "", REPLICAS, ("model.mtp_depth=1",), "traced")
+IN_TURNS = Case(4, "pp=2 ep=2", "1f1b", TURNS, mode="traced")
+PAIRED = Case(4, "pp=2 ep=2", "dualpipe_v", TURNS, (ALL_MOE,), "traced")
 ONE_LAYER = Case(2, "ep=2", "", REPLICAS, ("model.num_layers=2",), "traced")
 LIKE = {  # cases that are bitwise others: routed again in the backward, or with backwards in turns
     Case(2, "pp=2", "1f1b", (AGAIN,)): Case(2, "pp=2", "1f1b"),
     SENDS[1]: SENT,
     replace(ONE_BY_ONE, overrides=(*TURNS, *FULL)): ONE_BY_ONE,
+    replace(ONE_BY_ONE, overrides=(*TURNS, *PARTIAL)): ONE_BY_ONE,
+    replace(ONE_BY_ONE, overrides=(*TURNS, *NEARLY_ALL)): ONE_BY_ONE,
+    replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *PARTIAL)): COPIED,
+    replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *NEARLY_ALL)): COPIED,
+    replace(IN_TURNS, overrides=(*TURNS, *PARTIAL)): IN_TURNS,
+    replace(COPIED, overrides=(*REPLICAS, *PARTIAL)): COPIED,
+    replace(PAIRED, overrides=(*TURNS, *PARTIAL)): PAIRED,
+    replace(PAIRED, overrides=(*TURNS, *FULL)): PAIRED,
     replace(ONE_BY_ONE, overrides=(*TURNS, *RECOMPUTED)): ONE_BY_ONE,
     replace(COPIED, overrides=(*REPLICAS, SENT_TWICE)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, KEPT, *LAYERS)): COPIED,
@@ -128,8 +143,8 @@ MORE_OF_FOUR = (
     Case(4, "pp=2 tp=2", "1f1b", model=(MTP, TIED)), Case(4, "pp=2 cp=2 etp=2", "1f1b"),
     Case(4, "", overrides=("train.global_batch_size=32", "optim.bucket_mb=100")),
     Case(4, "pp=4", "1f1b", ("train.micro_batch_size=4",)),  # more stages than micro-batches
-    Case(4, "pp=2 ep=2", "1f1b", TURNS, mode="traced"),
     Case(4, "pp=2 ep=2", "interleaved", TURNS, (MTP,), "traced"),
+    Case(4, "pp=2 ep=2", "zb1p", TURNS, (ALL_MOE,), "traced"), Case(2, "pp=2", "dualpipe_v", model=(TIED,)),
 )  # fmt: skip
 LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), "traced")
 ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode="traced")

@@ -172,9 +172,17 @@ def run_all(cases, ranks, folder):
     return found
 
 
-VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
+VARIANTS = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb1p", 1),
+    ("zbv", 2),
+    ("dualpipe_v", 2),
+    ("v_half", 2),
+    ("v_min", 2),
+]
 VARIANTS += [("interleaved", 2), ("interleaved", 3)]
-SPLIT = ("zb1p", "zbv", "v_half", "v_min")
+SPLIT = ("zb1p", "zbv", "dualpipe_v", "v_half", "v_min")
 MICRO_BATCHES = {2: (1, 2, 5), 4: (2, 5)}
 
 
@@ -185,9 +193,9 @@ def cases_of(num_ranks):
         for name, virtual in VARIANTS:
             table = make_table(name, num_ranks, number, virtual)
             found[f"{name} {virtual} of {number}"] = of_all(table, defers=name in SPLIT)
-        for name, virtual in (("1f1b", 1), ("interleaved", 2)):
+        for name, virtual in (("1f1b", 1), ("interleaved", 2), ("zb1p", 1), ("zbv", 2)):
             table = make_table(name, num_ranks, number, virtual, overlap=True)
-            found[f"{name} together of {number}"] = of_all(table)
+            found[f"{name} together of {number}"] = of_all(table, defers=name in SPLIT)
     for name in ("1f1b", "interleaved", "zbv"):
         table = make_table(name, num_ranks, 5)
         found[f"{name}, W not put off"] = of_all(table)

@@ -56,6 +56,8 @@ COMMON = (
     "train.micro_batch_size=1", "graph.warmup_steps=2",
 )  # fmt: skip
 SYMM = (*COMMON, "moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=worst_case")
+# `partial` would cut the dense layer's unit in two, whose results in bf16 are rounded in between
+ROUTER = "graph.scope=[attn,mlp,moe_router,moe_preprocess]"
 COPIES, TURNS = (*SYMM, "moe.transport=copy_engine"), "pipeline.ep_overlap=true"
 REPLICAS = (*COMMON, "moe.dispatcher=symm", "moe.balance=replicas", "moe.transport=pull")
 REPLICAS_COPIED = (*REPLICAS[:-1], "moe.transport=copy_engine")
@@ -66,19 +68,23 @@ OF_SYMM = {
     "symm dispatch": (*SYMM, "graph.scope=[moe_dispatch]"),
     "symm combine": (*SYMM, "graph.scope=[moe_combine]"),
     "symm experts": (*SYMM, "graph.scope=[shared_experts,moe_experts]"),
-    # `partial` would cut the dense layer's unit in two, whose results in bf16 are rounded in between
-    "symm router": (*SYMM, "graph.scope=[attn,mlp,moe_router,moe_preprocess]"),
+    "symm router": (*SYMM, ROUTER),
     "symm full_iteration": (*SYMM, FULL),
     "symm overlap": (*SYMM, "moe.transport=pull", TURNS),
     "symm overlap full_iteration": (*SYMM, "moe.transport=pull", TURNS, FULL),
+    "symm overlap router": (*SYMM, "moe.transport=pull", TURNS, ROUTER),
+    "symm overlap experts": (*SYMM, "moe.transport=pull", TURNS, "graph.scope=[shared_experts,moe_experts]"),
     "copies": COPIES,
     "copies overlap": (*COPIES, TURNS),
+    "copies overlap router": (*COPIES, TURNS, ROUTER),
     "copies full_iteration": (*COPIES, FULL),
     "copies overlap full_iteration": (*SYMM, TURNS, FULL),
     "replicas": REPLICAS,
     "replicas layer": (*REPLICAS, LAYER),
     "replicas full_iteration": (*REPLICAS, FULL),
     "replicas overlap": (*REPLICAS, TURNS),
+    "replicas overlap router": (*REPLICAS, TURNS, ROUTER),
+    "replicas overlap experts": (*REPLICAS, TURNS, "graph.scope=[shared_experts,moe_experts]"),
     "replicas overlap full_iteration": (*REPLICAS, TURNS, FULL),
     "replicas_copied": REPLICAS_COPIED,
     "replicas_copied overlap full_iteration": (*REPLICAS_COPIED, TURNS, FULL),

@@ -313,19 +313,22 @@ def test_layouts_have_the_balance_that_a_file_decided(decided):
     assert shared == {decided.replace("auto", "replicas")}
 
 
-@pytest.mark.parametrize("name", [name for name, facts in SCHEDULES.items() if not facts.keeps_all])
+@pytest.mark.parametrize(
+    "name", [name for name, facts in SCHEDULES.items() if not facts.keeps_all and name != "dualpipe_v"]
+)
 def test_two_micro_batches_for_each_rank_fill_a_pipeline(name):
     virtual = (2, 3) if name == "interleaved" else (SCHEDULES[name].virtual_stages[0],)
     overlaps = (False, True) if SCHEDULES[name].build_overlapped else (False,)
     for ranks, stages, overlap in itertools.product((2, 3, 5), virtual, overlaps):
         for rest in range(ranks):
-            counts = (2 * ranks + rest, 5 * ranks + rest)
+            fills = 2 + (overlap and SCHEDULES[name].is_folded)
+            counts = (fills * ranks + rest, 5 * ranks + rest)
             short, long = (make_table(name, ranks, each, stages, overlap=overlap) for each in counts)
             assert [*map(set, in_flight(short))] == [*map(set, in_flight(long))], (ranks, stages, overlap)
 
 
 @pytest.mark.parametrize("ratio", [(1, 1, 0.5), (1, 2.2, 0.3), (1, 1.3, 2.1), (1, 1.6, 0.9)])
-@pytest.mark.parametrize("name", [name for name, line in SCHEDULES.items() if line.is_folded])
+@pytest.mark.parametrize("name", ["zbv", "v_half", "v_min"])
 def test_short_tables_that_follow_costs_stand_for_long_ones(name, ratio):
     for num_ranks in (3, 4, 6):
         costs = Costs.of_rank(Placement.folded(num_ranks), *ratio, comm=0.02)

@@ -131,18 +131,19 @@ class Exchange:
         made = self._form.gradient_room(self._of_ranks, shapes, expert_RS, dtype)
         yield made
         if may_defer and self._defers:
-            self.deferred = _Deferred(expert_RS, made, totals)
+            # a copy: the graph of a later micro-batch's plan may write there before the next exchange
+            self.deferred = _Deferred(expert_RS.clone(), made, totals)
         else:
             self._form.home(self._of_ranks, expert_RS, made, totals)
 
     @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Context that leaves reductions of replica gradients to the next dispatch or combine."""
-        self._defers = True
+    def deferring(self, defers: bool = True) -> Iterator[None]:
+        """Context that leaves reductions of replica gradients to the next exchange of rows; or does not."""
+        before, self._defers = self._defers, defers
         try:
             yield
         finally:
-            self._defers = False
+            self._defers = before
 
     def add_deferred(self) -> None:
         """Reduce deferred gradients; dispatch and combine call this once all ranks have written theirs."""

@@ -85,7 +85,7 @@ def _check_shape(table: Table) -> None:
         raise TableError(f"{table.schedule}: stages {nowhere} are on none of {placement.num_ranks} ranks")
     for rank, steps in enumerate(table.ranks):
         for pair in (step for step in steps if isinstance(step, Together)):
-            if (pair.forward.kind, pair.backward.kind) != ("F", "B"):
+            if pair.forward.kind != "F" or pair.backward.kind not in ("B", "I"):
                 raise TableError(f"{table.schedule}: {pair} of rank {rank} is not a forward and a backward")
             if pair.forward.micro_batch == pair.backward.micro_batch:
                 raise TableError(

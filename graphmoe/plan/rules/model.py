@@ -281,10 +281,10 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
             "pipeline.ep_overlap=true runs two layers at a time, and parallel.dp_shard=fsdp2 gathers one; "
             "use parallel.dp_shard=zero1"
         )
-    if scope not in ("none", FULL_ITERATION):
+    if exchanges := [name for name in segments_of(scope) if name in ("moe_dispatch", "moe_combine")]:
         yield (
-            f"pipeline.ep_overlap=true runs other units between those that graph.scope={scope} captures; use "
-            f"graph.scope={FULL_ITERATION} or none"
+            f"pipeline.ep_overlap=true runs exchanges on a stream of their own, and graph.scope={scope} "
+            f"captures {' and '.join(exchanges)}; use graph.scope=partial or {FULL_ITERATION}"
         )
 
 

@@ -14,7 +14,8 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 
-VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
+VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("dualpipe_v", 2)]
+VARIANTS += [("v_half", 2), ("v_min", 2)]
 VARIANTS += [("interleaved", virtual) for virtual in (2, 3, 4)]
 RANKS = range(1, 9)
 MICRO_BATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16)
@@ -30,6 +31,7 @@ def promised(name, num_ranks, virtual):
     """The most activations of a rank's whole stage that a schedule keeps, of many micro-batches."""
     return {
         "gpipe": math.inf,
+        "dualpipe_v": num_ranks + 1,
         "v_half": min(num_ranks, num_ranks / 2 + 1),
         "v_min": min(num_ranks, round(2 * (num_ranks + 4) / 3) / 2),
         "interleaved": (2 * (num_ranks - 1) + (virtual - 1) * num_ranks + 1) / virtual,
@@ -46,7 +48,7 @@ def least(placement, num_micro_batches):
 @pytest.mark.parametrize(
     ("name", "virtual", "makespan", "peak"),
     [
-        ("1f1b", 1, 117_000, 8), ("zb1p", 1, 103_000, 8), ("zbv", 2, 99_500, 8),
+        ("1f1b", 1, 117_000, 8), ("zb1p", 1, 103_000, 8), ("zbv", 2, 99_500, 8), ("dualpipe_v", 2, 99_500, 9),
         ("interleaved", 2, 106_500, 11.5), ("interleaved", 4, 101_250, 9.75),
         ("v_half", 2, 104_500, 5), ("v_min", 2, 109_000, 4),
     ],
@@ -90,7 +92,8 @@ def test_bubbles_and_makespans_follow_the_formulas(num_ranks):
             assert bubble == (num_ranks - 1) / (num_ranks - 1 + number * virtual)
     for number in (num_ranks, 2 * num_ranks + 1, 20):  # zero bubbles wait only for the first forward
         assert timed("zb1p", num_ranks, number, unit=2).makespan == 6 * number + 2 * (num_ranks - 1)
-        assert timed("zbv", num_ranks, number, unit=2).makespan == 6 * number + num_ranks - 1
+        for name in ("zbv", "dualpipe_v"):
+            assert timed(name, num_ranks, number, unit=2).makespan == 6 * number + num_ranks - 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -9,6 +9,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline import Placement, Table
 from graphmoe.plan.pipeline.check import TableError, check
 from graphmoe.plan.pipeline.schedules.one_f_one_b import one_forward_one_backward, zb1p
+from graphmoe.plan.pipeline.schedules.paired import dualpipe_v, zb1p_in_pairs
 from graphmoe.plan.pipeline.schedules.v_shaped import folded
 from graphmoe.plan.pipeline.simulate import Costs
 
@@ -37,12 +38,11 @@ def _in_turns(name: str, description: str, virtual_stages: tuple[int, int | None
     return Schedule(build, description, virtual_stages, build_overlapped=partial(build, overlap=True))
 
 
-def _on_a_v(name: str, description: str, limit_of: Callable[[int], int]) -> Schedule:
-    return Schedule(
-        partial(folded, name, limit_of), description, (2, 2), splits_backward=True, is_folded=True
-    )
+def _on_a_v(description: str, build: Build, paired: Build | None = None) -> Schedule:
+    return Schedule(build, description, (2, 2), True, True, paired)
 
 
+PAIRED = partial(dualpipe_v, "dualpipe_v")
 SCHEDULES = {
     "gpipe": Schedule(
         partial(one_forward_one_backward, "gpipe", forwards_first=True),
@@ -56,21 +56,29 @@ SCHEDULES = {
         (2, None),
     ),
     "zb1p": Schedule(
-        zb1p, "1f1b with weight gradients where ranks would wait: a third of the bubble", splits_backward=True
+        zb1p,
+        "1f1b with weight gradients where ranks would wait: a third of the bubble",
+        splits_backward=True,
+        build_overlapped=zb1p_in_pairs,
     ),
     # With F = I = W and no fewer micro-batches than ranks, the last rank only waits for its first forward.
     "zbv": _on_a_v(
-        "zbv",
         "two stages on each rank, there and back: least bubble, with the activations of 1f1b",
-        lambda num_ranks: 2 * num_ranks,
+        partial(folded, "zbv", lambda num_ranks: 2 * num_ranks),
+        partial(dualpipe_v, "zbv"),
+    ),
+    "dualpipe_v": _on_a_v(
+        "zbv in pairs of a forward and another micro-batch's backward, with pipeline.ep_overlap or without",
+        PAIRED,
+        PAIRED,
     ),
     "v_half": _on_a_v(
-        "v_half", "zbv with half of the activations and some bubble", lambda num_ranks: num_ranks + 2
+        "zbv with half of the activations and some bubble",
+        partial(folded, "v_half", lambda num_ranks: num_ranks + 2),
     ),
     "v_min": _on_a_v(
-        "v_min",
         "zbv with a third of the activations and more bubble",
-        lambda num_ranks: round(2 * (num_ranks + 4) / 3),
+        partial(folded, "v_min", lambda num_ranks: round(2 * (num_ranks + 4) / 3)),
     ),
 }
 

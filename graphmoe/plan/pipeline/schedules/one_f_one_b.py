@@ -23,19 +23,19 @@ def one_forward_one_backward(
         # and no longer than full rounds
         forwards, backwards = _turns(rank, num_ranks, num_micro_batches, virtual_stages)
         # In a single round the first ranks have fewer forwards than a whole warm-up: then all come first.
-        warm_up = min(_num_warm_up(rank, num_ranks, virtual_stages, overlap), len(forwards))
+        warm_up = min(num_warm_up(rank, num_ranks, virtual_stages, overlap), len(forwards))
         if forwards_first:
             warm_up = len(forwards)
         steps: list[Step] = [*forwards[:warm_up]]
         for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
             steps += (Together(forward, backward),) if overlap else (forward, backward)
         steps += backwards[len(forwards) - warm_up :]
-        ranks.append(tuple(kept for step in steps if (kept := _without(step, num_micro_batches))))
+        ranks.append(tuple(kept for step in steps if (kept := without(step, num_micro_batches))))
     placement = Placement.loop(num_ranks, virtual_stages)
     return Table(schedule, placement, num_micro_batches, tuple(ranks))
 
 
-def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
+def num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
     """Return the number of forwards before a rank's first F, B pair; interleaved, 2 more than the next's."""
     after = num_ranks - 1 - rank
     # a Together ends as a whole: with one more, as in 1F1B, neighbours would wait for each other; one more on
@@ -58,7 +58,7 @@ def _turns(
     return forwards, backwards
 
 
-def _without(step: Step, num_micro_batches: int) -> Step | None:
+def without(step: Step, num_micro_batches: int) -> Step | None:
     if isinstance(step, Action):
         return step if step.micro_batch < num_micro_batches else None
     left = [action for action in step if action.micro_batch < num_micro_batches]

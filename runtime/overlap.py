@@ -246,7 +246,7 @@ class Tape:
         return [done.unit for done in self._done]
 
     def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return detached copies of received tensors for the units to read; call before any unit."""
+        """Return detached copies of received tensors, for compile units to read; call before any unit."""
         assert not self._done
         given = tuple(self._source_of(tensor.detach()) for tensor in tensors)
         for i, tensor in enumerate(given):

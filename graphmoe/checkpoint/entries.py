@@ -97,7 +97,7 @@ def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], 
             else:
                 node = node[key] if _has_item(node, key) else None
         if not (isinstance(node, dict) or _has_item(node, path[-1])):
-            raise CheckpointError(f"the checkpoint's entry {name} is not in the state")
+            raise CheckpointError(f"the checkpoint has {name}, which this run does not have")
         there = node.get(path[-1]) if isinstance(node, dict) else node[path[-1]]
         if value == {} and isinstance(there, dict):
             continue  # saved by a rank without a part of the tensors there
@@ -115,7 +115,7 @@ def _placed(name: str, entry: Any) -> tuple[tuple[str | int, ...], Any]:
             return path, value
     except (TypeError, ValueError, RecursionError):
         pass
-    raise CheckpointError(f"the checkpoint's entry {name} was not written by graphmoe")
+    raise CheckpointError(f"the checkpoint's entry {name} is not of the form that graphmoe writes")
 
 
 def _alike(there: Any, value: Any) -> bool:

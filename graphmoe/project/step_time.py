@@ -130,7 +130,7 @@ def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
-    """Return seconds to reduce gradients and gather weights of a position along pp, overlapped or not."""
+    """Return seconds of gradient reduction and weight gather of a pp rank, with what overlap hides."""
     layout = sizes.layout
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
     num_bytes = Counter[Axis]()

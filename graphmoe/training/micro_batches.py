@@ -145,7 +145,11 @@ class Pipelined(MicroBatches):
         self.channels.by_host = self._num_run[program] < waiting
         if waiting and self.channels.has_nccl and not self._num_run[program]:
             what = "steps" if program[0] else "validations"
-            log.info("the first %d %s copy messages through host memory, which is slow", waiting, what)
+            log.info(
+                "the first %d %s send tensors between stages through host memory, which is slow",
+                waiting,
+                what,
+            )
         self._num_run[program] += 1
 
     def _run(

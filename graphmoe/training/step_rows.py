@@ -155,7 +155,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the block, on a GPU the work queued in it, from every step. No device sync."""
+        """Context whose time, on a GPU that of the work queued in it, counts in no step. No device sync."""
         self._parts = (*self._parts, (self._since, self._now()))
         try:
             yield

@@ -123,7 +123,7 @@ class WeightForms:
     """
 
     def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:
-        """``mains``: fp32 master weights, by id of the 2-byte weights that forms may overwrite."""
+        """``mains``: fp32 master weights by id of their 2-byte weights, in whose memory fp8 copies may be."""
         self.scales: DelayedScales | None = None
         self._mains = mains or {}
         self._held: dict[tuple[int, str], _Held] = {}

@@ -133,8 +133,8 @@ def test_files_that_name_code_run_none_of_it_and_the_error_names_the_file(tmp_pa
 def test_a_value_of_another_type_or_place_is_refused(tmp_path):
     folder = saved_in(tmp_path)
     for payload, said in [
-        (VALUE, "value was not written by graphmoe"),
-        ((("step",), VALUE), "value was not written by graphmoe"),
+        (VALUE, "value is not of the form that graphmoe writes"),
+        ((("step",), VALUE), "value is not of the form that graphmoe writes"),
         ((("value",), TENSOR), "holds a Tensor"),
         ((("value",), {1, 2}), "holds a set"),
         ((("value",), 7), "value is a int, but here a str"),

@@ -70,7 +70,7 @@ def whole_rows(w: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::fp8_whole_columns", mutates_args=())
 def whole_columns(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize w [..., N, C], transpose -> q [..., C, N], scales [..., C, 1], equal within a matrix."""
+    """Quantize w [..., N, C], one scale a matrix; return q transposed [..., C, N], scale [..., C, 1]."""
     return _columns(w, whole=True)
 
 

@@ -91,7 +91,7 @@ def _bring_fp8(
     send_row_TW: Tensor, send_slot_R: Tensor,
     rows: int, experts: int, etp: int, block: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Dispatch fp8 values; return carrier, weight_NK, number_NK, arrivals_PP. Last weight column: scales."""
+    """Dispatch fp8 rows; return carrier, weight_NK, number_NK, arrivals_PP. Last weight column: scales."""
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     carrier_ND = q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype)

@@ -88,9 +88,7 @@ def _check_shape(table: Table) -> None:
             if pair.forward.kind != "F" or pair.backward.kind not in ("B", "I"):
                 raise TableError(f"{table.schedule}: {pair} of rank {rank} is not a forward and a backward")
             if pair.forward.micro_batch == pair.backward.micro_batch:
-                raise TableError(
-                    f"{table.schedule}: {pair} of rank {rank} is one micro-batch; a pair has two"
-                )
+                raise TableError(f"{table.schedule}: {pair} of rank {rank} must be of two micro-batches")
 
 
 def _check_work(table: Table, rank: int) -> None:

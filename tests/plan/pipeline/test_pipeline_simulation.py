@@ -55,7 +55,7 @@ BROKEN = [
         r"rank 1 does 1B1 after 1B2; .* go backward in increasing order",
     ),
     (edited(1, "1F0 1B0", "1B0 1F0"), r"rank 1 at 1B0 waits for 1F0, which is later on rank 1$"),
-    (edited(0, "0F1 0B0", "0F1+0B1"), r"0F1\+0B1 of rank 0 is one micro-batch; a pair has two"),
+    (edited(0, "0F1 0B0", "0F1+0B1"), r"0F1\+0B1 of rank 0 must be of two micro-batches"),
     (edited(0, "0F1 0B0", "0B0+0F1"), r"0B0\+0F1 of rank 0 is not a forward and a backward"),
     (
         edited(0, "0I0 0W0", "0W0 0I0", make_table("zb1p", 2, 2)),

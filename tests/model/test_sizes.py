@@ -70,3 +70,5 @@ def test_a_tied_head_is_counted_with_the_embedding_and_computes_as_much():
     assert of_tied["head"] == 0 and counts["body"] == of_tied["body"]
     assert counts["full"] - of_tied["full"] == counts["head"] == apart.vocab_size * apart.hidden_size
     assert flops_per_token(tied, 4096) == flops_per_token(apart, 4096)
+    published = count_parameters(replace(apart, mtp_depth=0))
+    assert [int(published[kind]["full"] / 1e9) for kind in ("total", "active")] == [671, 37]

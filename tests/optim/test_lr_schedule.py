@@ -47,3 +47,4 @@ def test_every_step_has_the_rate_of_the_formula(schedule, fraction, floor, warmu
         elif schedule == "wsd":
             wanted = wsd(step, max(fraction, 1 / TOTAL), floor)
         assert rate(config, step) == pytest.approx(3e-3 * wanted, rel=1e-5, abs=1e-9)
+    assert schedule != "wsd" or floor or warmup >= TOTAL or rate(config, TOTAL) == 0.0

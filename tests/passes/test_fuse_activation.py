@@ -107,6 +107,7 @@ def test_dense_silu_is_left_and_not_reported_beside_experts():
 
     given = random(R, D), random(2 * WIDTH, D, seed=1), random(D, WIDTH, seed=2)
     assert_left(traced(dense, *given), "1 silu, none of a half of a grouped product", fuse_activation)
+    # the second silu is of the whole product, not of a half
     both = run_of(lambda h, g, u, w, down: (down(F.silu(g) * u), F.silu(h) * h))
     fused, (result,) = traced(both, *inputs()).rewritten(fuse_activation)
     assert result[:2] == (1, ()) and fused.calls["silu"] == 1

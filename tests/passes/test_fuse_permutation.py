@@ -177,7 +177,6 @@ class Moves(NamedTuple):
     token = property(lambda self: self.order // K)
     rows = property(lambda self: self.x[self.token])
     back = property(lambda self: by_token(self.rows, self.inverse))
-    reverse = property(lambda self: torch.arange(R).flip(0))
 
 
 def with_plan(body):

@@ -151,6 +151,7 @@ def test_two_ranks_save_and_load_sharded_tensors_together(tmp_path):
     run_ranks(tmp_path, {"checkpoints": save_and_load_as_rank})
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000001", "step_00000002"]
-    state = {"w": torch.zeros(5, 4)}
+    state = {"w": torch.zeros(5, 4, dtype=torch.bfloat16)}
     assert CheckpointStore.open_any(tmp_path).load(state, 1, partial=True) == 1
+    assert state["w"].dtype == torch.bfloat16
     assert state.keys() == {"w"} and state["w"].flatten().tolist() == list(range(20))

@@ -1,10 +1,12 @@
 """Checkpoints on disk: what comes back, what is refused, damage, leftovers, a full disk, pruning."""
 
+import errno
 import os
 import struct
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -237,6 +239,20 @@ def test_a_full_disk_is_reported_and_loses_no_earlier_checkpoint(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     save_steps(store, 2)
     assert load_step(store) == 2
+
+
+def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path, monkeypatch):
+    store = make_store(tmp_path)
+    with monkeypatch.context() as patch:
+        fail = Mock(side_effect=OSError(errno.EIO, "disk on fire"))
+        patch.setattr("graphmoe.checkpoint.folders.publish", fail)
+        store.save(1, {"x": 1})
+        store._writer.join()
+    with pytest.raises(CheckpointError, match="disk on fire"):
+        store.save(2, {"x": 2})
+    store.save(3, {"x": 3})
+    store.close()
+    assert store.latest() == [3]
 
 
 def copied(ranks: Ranks, folder: Path) -> set[str]:

@@ -82,7 +82,7 @@ OPTIONS = {
 }
 
 
-def test_an_option_that_is_in_no_folder_is_one_line_with_those_of_the_users_own(tmp_path):
+def test_a_wrong_option_or_file_of_the_users_own_is_named(tmp_path):
     override = "# @package _global_\ndefaults:\n  - override /model: petit"
     files = {"model/petite": "", "mine/y": "", "experiment/local": "train:\n  steps: 3"}
     files |= {"model/typo": "hiden_size: 3", "model/many": "num_layers: many", "model/open": "num_layers: ["}
@@ -96,6 +96,9 @@ def test_an_option_that_is_in_no_folder_is_one_line_with_those_of_the_users_own(
             to_config(hydra_config(own, *words.split(), with_hydra=False))
         found = explain(caught.value, ["--config-dir", str(tmp_path), *words.split()])
         assert said in found and ("\n" not in found or words == "model=open"), words  # YAML's own lines
+    run = command(tmp_path, "--config-dir", ".", "model=many")
+    assert run.wait() == 2 and run.err.read_text().startswith("error: ")
+    assert OPTIONS["model=many"] in run.err.read_text() and "Traceback" not in run.err.read_text()
 
 
 NEAREST = {

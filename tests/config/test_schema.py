@@ -169,9 +169,12 @@ def test_a_preset_is_the_published_model_of_the_documentation_and_states_only_th
 def test_models_that_no_hub_has_differ_in_their_experts_only():
     """The table of the documentation has their other sizes; test_hf_configs.py compares those of the hub."""
     first = load_preset("moe_515b")
-    heads = (first.num_heads, first.head_dim, first.num_kv_heads, first.dense_ffn_size)
-    assert heads == (64, 128, 8, 12288)
-    assert (first.vocab_size, first.context_length, first.attention) == (100352, 4096, "gqa")
+    assert first == ModelConfig(
+        name="moe_515b", num_layers=96, hidden_size=8192, dense_ffn_size=12288, num_heads=64, num_experts=112,
+        top_k=8, expert_ffn_size=1920, shared_ffn_size=1920, num_dense_layers=0, vocab_size=100352,
+        attention="gqa", head_dim=128, num_kv_heads=8, context_length=4096, aux_loss=AuxLoss.sequence,
+        aux_loss_coef=0.001,
+    )  # fmt: skip
     for name, experts, top_k in (("1t", 224, 8), ("2t", 448, 16)):
         other = replace(first, name=f"moe_{name}", num_experts=experts, top_k=top_k)
         assert load_preset(f"moe_{name}") == other

@@ -138,10 +138,11 @@ class FakeBuffer:
         return received_ND, number_NK, weight_NK, [], *between, handle, object()
 
     def _again(self, x_TD: Tensor, handle: tuple[Tensor, ...]) -> Tensor:
-        _, channel_PC, _, source_N, in_rank_TP, _ = handle
+        prefix_PP, channel_PC, _, source_N, in_rank_TP, _ = handle
         assert channel_PC.equal(self._channels(1)) and len(in_rank_TP) == len(x_TD)
         both = zip(self._of_all(x_TD), self._of_all(in_rank_TP), strict=True)
         received = torch.cat([x[in_rank[:, self.rank]] for x, in_rank in both])
+        assert int(prefix_PP[-1, self.rank]) == len(received)
         return torch.cat([received, x_TD.new_full((len(source_N) - len(received), x_TD.shape[1]), torch.nan)])
 
     def _of_all(self, x: Tensor) -> list[Tensor]:

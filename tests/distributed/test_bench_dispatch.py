@@ -79,9 +79,9 @@ def test_ways_with_other_results_than_alltoall_and_shapes_that_do_not_go_are_row
     ("words", "ranks", "parts"),
     [
         (["suite=dispatch"], None, ["here is one", "torchrun --nproc-per-node=4 -m graphmoe.bench"]),
-        (["suite=ops"], (2, 2), ["suite=ops is for one process"]),
-        (["suite=dispatch"], (4, 2), ["of one node", "--nnodes=1"]),
-        (["suite=calibrate"], (2, 1), ["suite=calibrate is for the ranks of one node"]),
+        (["suite=ops"], (2, 2), ["suite=ops runs in one process"]),
+        (["suite=dispatch"], (4, 2), ["runs on one node", "--nnodes=1"]),
+        (["suite=calibrate"], (2, 1), ["suite=calibrate runs on one node"]),
         (["suite=dispatch", "blocks=0.5,x"], (2, 2), ["blocks=0.5,x: expected a number"]),
         (["suite=dispatch", "blocks=0"], (2, 2), ["blocks=0: use numbers above 0 and at most 4"]),
         (["suite=dispatch", "scopes=layer"], (2, 2), ["scopes=layer has no effect", "suite=step"]),

@@ -300,5 +300,5 @@ def test_a_rank_holds_its_share_of_every_large_matrix():
 
 
 def test_one_rank_has_nobody_to_share_weights_with(tmp_path):
-    with pytest.raises(ConfigError, match=r"dp_shard=fsdp2 shares .* use parallel.dp_shard=zero1"):
+    with pytest.raises(ConfigError, match=r"dp_shard=fsdp2 shards .* use parallel.dp_shard=zero1"):
         trainer_in(tmp_path, f"parallel.{FSDP}")

@@ -40,7 +40,9 @@ def test_after_a_killed_rank_all_start_again_and_the_run_is_bitwise_the_undistur
     assert_finished(killed)
     said = killed.err.read_text()
     # Rank 0 may leave an error, wait in NCCL until it is killed too, or be aborted.
-    assert re.search(r"(rank 1 on \S+ ended without a word|worker was killed).*start again \(1 of 1\)", said)
+    assert re.search(
+        r"(rank 1 on \S+ ended without a word|worker was killed).*are restarted \(1 of 1\)", said
+    )
     assert "continuing after step 3 of" in said
     first, second = (numbers(folder / "run") for folder in folders)
     assert first == second and [row["step"] for row in first if "loss" in row][-1] == 8

@@ -42,7 +42,7 @@ def test_recorded_steps_have_the_numbers_of_any_other_and_a_captured_step_is_one
     summary = summarise(read_trace(traces_of([tmp_path / "recorded"], None)[0]), 5)
     times = {(s.segment, s.part): s.ms for s in summary.segments}
     assert times["full_iteration", "replay"] > 0.8 * sum(times.values())
-    assert any("say nothing of segments" in note for note in summary.notes)
+    assert any("name no segment" in note for note in summary.notes)
 
 
 def test_starting_the_profiler_and_writing_are_in_the_time_of_no_step(tmp_path, monkeypatch):

@@ -137,8 +137,22 @@ def test_caches_are_used_and_the_last_pass_counts_kept_bytes(compiled):
         assert report.cache["fx_bypasses"] == report.cache["aot_bypasses"] == 0, report.unit
         assert report.cache["fx_hits"] + report.cache["fx_misses"] == report.graphs, report.unit
         fusions = [row.saved_bytes_after for row in report.passes if row.saved_bytes_after is not None]
-        assert fusions[-1:] in ([], [report.kept_bytes]), report.unit  # measured in test_recompute
+        assert fusions[-1:] in ([], [report.kept_bytes]), report.unit
         assert report.kept_bytes > 0 or report.unit == "embed" or not fusions
+
+
+def test_the_bytes_that_the_report_counts_are_those_that_the_forward_keeps(compiled):
+    for code, report in compiled._codes.values():
+        if all(row.saved_bytes_after is None for row in report.passes):
+            continue
+        nodes = code.graphs.forward.graph.find_nodes(op="placeholder")
+        inputs = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in nodes]
+        with torch.no_grad():
+            results = code.graphs.forward(*inputs)[code.graphs.num_outputs :]
+        given, kept = (
+            {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in ts)} for ts in (inputs, results)
+        )
+        assert sum(size for at, size in kept.items() if at not in given) == report.kept_bytes, report.unit
 
 
 SECOND_PROCESS = """

@@ -360,3 +360,8 @@ def test_a_lane_is_not_taken_before_the_last_w_has_run():
                 later.pop()()
     with pytest.raises(AssertionError, match="slot 0 is reused before its last wgrad has run"):
         stage.forward(0, 0, None)
+
+
+def test_captured_units_run_on_a_lane_only():
+    with pytest.raises(AssertionError, match="the micro-batch has no slot"):
+        Stage(ALL).layer(torch.randn(3, 4), IDS)

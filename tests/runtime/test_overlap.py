@@ -130,6 +130,11 @@ def test_gradients_of_all_units_that_read_the_same_are_added_and_zeros_where_not
     assert torch.equal(unread, torch.zeros_like(y)) and unread.dtype == y.dtype
 
 
+def test_pieces_that_need_each_other_are_an_error():
+    with pytest.raises(AssertionError, match="need each other"):
+        transfers_first([OrderedUnit("a", frozenset({1})), OrderedUnit("b", frozenset({0}))])
+
+
 def exchange(gpu, number):
     gpu.queue(f"reserve {number}")
     with before_products():

@@ -92,7 +92,7 @@ def test_an_error_of_one_rank_is_raised_on_every_rank_even_if_it_cannot_be_pickl
         ("aabb", (0, 0, 0, 0), (2, 2, 2, 2), None),  # each sees its own GPU only
         ("abab", (0, 0, 1, 1), (2, 2, 2, 2), "rank 1 is local rank 0 of b, and must be local rank 1 of a"),
         ("abab", (0, 0, 0, 0), (2, 2, 2, 2), "distribution=block, or mpirun --map-by ppr:2:node"),
-        ("aaab", (0, 1, 2, 0), (3, 3, 3, 1), "3 ranks on a and 1 on b; start equally many"),
+        ("aaab", (0, 1, 2, 0), (3, 3, 3, 1), "3 ranks on a and 1 on b; start the same number on each node"),
     ],
 )
 def test_ranks_run_node_by_node_or_are_refused(hosts, local_ranks, sizes, said):

@@ -347,3 +347,13 @@ def _kept(model, dtype: torch.dtype, room: Load, fused: bool) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x, torch.ones(16, 2), torch.zeros(16, 2))
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def test_an_opponent_who_sees_the_ladder_gains_no_more():
+    steps = Steps(lambda rooms: False, layers=1)
+    for step in range(3000):
+        steps.run(step, SMALL if steps.ladder.on_last else LARGE)
+    assert len(steps.slow) <= 3 * steps.num_void
+    for step in range(3000, 3100):
+        steps.run(step, SMALL)
+    assert max(steps.slow) < 3005

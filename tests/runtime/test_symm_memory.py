@@ -158,10 +158,12 @@ def test_a_carrier_holds_what_was_sent_and_nan_in_dead_rows_as_torch_is_told(one
 def test_operations_say_what_is_missing(one_peer):
     plan = torch.ops.graphmoe.routing_plan(torch.tensor([[0, 1]], dtype=torch.int32), 2)
     arguments = (torch.ones(1, 3), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32), *plan, 4, 1, 1, 0)
-    with pytest.raises(RuntimeError, match="a send plan for 2 ranks, and there are 1 peers"):
+    with pytest.raises(RuntimeError, match="the send plan is for 2 ranks, but there are 1 peers"):
         torch.ops.graphmoe.symm_dispatch(*arguments)
     symm.use_peers(None)
-    with pytest.raises(RuntimeError, match="no peers; call graphmoe.ops.symm.use_peers"):
+    with pytest.raises(
+        RuntimeError, match="no peers to exchange rows with; call graphmoe.ops.symm.use_peers"
+    ):
         torch.ops.graphmoe.symm_dispatch(*arguments)
 
 

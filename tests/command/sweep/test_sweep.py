@@ -133,8 +133,8 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_pat
     (tmp_path / "empty").mkdir()
     stub(tmp_path, "optim.lr=0.1", DIR)
     refused = {
-        "sweep.resume=empty": "sweep.resume=empty is no sweep's folder: it has no sweep.json; name ",
-        DIR: "holds a sweep already; sweep.resume=sweep goes on with it",
+        "sweep.resume=empty": "sweep.resume=empty is not a sweep's folder: it has no sweep.json; name ",
+        DIR: "holds a sweep already; sweep.resume=sweep continues it",
         "hydra.sweep.dir=other sweep.resume=sweep": "leave hydra.sweep.dir out",
         "sweep.resume=sweep": "belongs to a sweep that is still running",
     }
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_pat
     lock.release()
     assert not list((tmp_path / "empty").iterdir())
     single = command(tmp_path, "run.device=cpu", "sweep.resume=sweep", module=STUB)
-    said = "sweep.resume=sweep goes on with a sweep, and this is one run"
+    said = "sweep.resume=sweep continues a sweep, but this command is one run"
     assert single.wait() == 2 and said in last_line(single)
 
 

@@ -95,8 +95,9 @@ class Estimates:
         name, asked = config.pipeline.schedule, num_micro_batches(config, layout)
         facts, count = schedule_of(name), asked
         if not facts.keeps_all:
-            filling = FILLING + (config.pipeline.ep_overlap and facts.is_folded)
-            count = min(count, filling * layout.pp + count % layout.pp)
+            # a table of pairs needs one micro-batch more per rank until it repeats
+            pairs = facts.is_folded and (config.pipeline.ep_overlap or facts.build is facts.build_overlapped)
+            count = min(count, (FILLING + pairs) * layout.pp + count % layout.pp)
         key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count)
         if facts.is_folded:  # the table follows times of stages
             own = config.precision.fp8, config.moe.dispatcher, min(asked, COMPARED * layout.pp)

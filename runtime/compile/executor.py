@@ -138,6 +138,8 @@ class CompiledSegments:
         forms = self._forms_of(place, code)
         if self._unit_turns is None or not self._unit_turns.runs:
             return code([*place.bound.tensors, *read, *forms], place.gradients, self._pending)
+        # graphs share static inputs, which only the compute stream may fill
+        assert isinstance(code, UnitCode) or place.bound.unit.segments[0].stream == "compute"
 
         def call(own: Sequence[Tensor], pending: PendingWeightGrads) -> Sequence[Tensor]:
             return code([*place.bound.tensors, *own, *forms], place.gradients, pending)

@@ -138,7 +138,7 @@ class Exchange:
 
     @contextmanager
     def deferring(self, defers: bool = True) -> Iterator[None]:
-        """Context that leaves reductions of replica gradients to the next exchange of rows; or does not."""
+        """Context that leaves reductions of replica gradients to the next exchange; if False, none are."""
         before, self._defers = self._defers, defers
         try:
             yield

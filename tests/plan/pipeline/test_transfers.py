@@ -10,7 +10,15 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.transfers import HELD, channels_of, moments_of, transfers_of
 
-TRAINING = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
+TRAINING = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb1p", 1),
+    ("zbv", 2),
+    ("dualpipe_v", 2),
+    ("v_half", 2),
+    ("v_min", 2),
+]
 TRAINING += [("interleaved", virtual) for virtual in (2, 3)]
 PLACEMENTS = [functools.partial(Placement.loop, virtual_stages=v) for v in (1, 2, 3)] + [Placement.folded]
 SIZES = [(ranks, number) for ranks in (1, 2, 3, 4, 7) for number in (1, 2, 5, 8, 13)]
@@ -20,7 +28,7 @@ def tables():
     for size in SIZES:
         for name, virtual in TRAINING:
             yield make_table(name, *size, virtual)
-        for name, virtual in (("1f1b", 1), ("interleaved", 2)):
+        for name, virtual in (("1f1b", 1), ("interleaved", 2), ("zb1p", 1), ("zbv", 2)):
             yield make_table(name, *size, virtual, overlap=True)
         for placed in PLACEMENTS:
             yield forward_only(placed(size[0]), size[1])

@@ -39,7 +39,7 @@ def _in_turns(name: str, description: str, virtual_stages: tuple[int, int | None
 
 
 def _on_a_v(description: str, build: Build, paired: Build | None = None) -> Schedule:
-    return Schedule(build, description, (2, 2), True, True, paired)
+    return Schedule(build, description, (2, 2), splits_backward=True, is_folded=True, build_overlapped=paired)
 
 
 PAIRED = partial(dualpipe_v, "dualpipe_v")

@@ -134,13 +134,14 @@ def test_weights_that_no_replica_needs_are_not_put(backend, few_programs):
 def test_what_another_stream_reads_is_held_until_gradients_are_at_home(one_peer):
     exchange = exchange_of(1)
     expert_RS, total_LX = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 3)
-    held, called, others = weakref.ref(expert_RS), list[bool](), list[bool]()
+    called, others = list[bool](), list[bool]()
     gradients = exchange.slot_gradients([total_LX], expert_RS, torch.float32, may_defer=True)
     with exchange.deferring(), when_at_owners(lambda: called.append(True)), gradients as made:
         made[0].fill_(2.0)
     with when_at_owners(lambda: others.append(True)):  # a unit that defers nothing reports at once
         pass
-    del expert_RS
+    expert_RS.fill_(-1)  # a later micro-batch's plan in the same memory
+    held = weakref.ref(exchange.deferred.expert_RS)
     exchange.add_deferred()
     assert held() is not None and not called and others
     exchange.settle()

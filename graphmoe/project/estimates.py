@@ -1,6 +1,7 @@
 """Estimates for a search's candidates: exact memory of the worst rank, approximate step time."""
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from graphmoe.project.step_time import (
     stage_times,
     update_seconds,
 )
-from graphmoe.training.memory import communication_bytes, own_buffer_bytes
+from graphmoe.segments import segments_of
+from graphmoe.training.memory import communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before
 RANKS = 4  # ranks of the pipelines whose waits stand for those of longer ones
@@ -67,6 +69,8 @@ class _Stage(NamedTuple):
     time: SegmentTime
     host_s: float
     activations: float
+    captured: float
+    """Those of segments with graphs of their own."""
 
 
 class Estimates:
@@ -122,11 +126,14 @@ class Estimates:
         needs = []
         for place in pipeline.places:
             kept = [self._stage(like, kind, pieces).activations for pieces in place.stages]
-            lanes = max(map(sum, place.moments)) if has_pool else 0
+            slots = num_slots(candidate.layout.pp > 1, candidate.config.pipeline.ep_overlap)
+            lanes = max(slots, *map(sum, place.moments)) if has_pool else 0
             activations = max(
                 sum(count * size for count, size in zip(counts, kept, strict=True))
                 for counts in place.moments
             )
+            captured = (self._stage(like, kind, pieces).captured for pieces in place.stages)
+            activations += (slots - 1) * sum(captured)
             buffers = communication + self._buffers(like, kind, place.stages, lanes)
             state = self._state(_of_weights(layout, pipeline.embed_on), place.stages).sizes
             needs.append((place.place, {**state, "activations": activations, "buffers": buffers}))
@@ -182,7 +189,9 @@ class Estimates:
         times = stage_times(config, sizes, self.speeds, pieces)
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
         host_s = host_seconds(config, times, self.speeds)
-        return _Stage(sum_of("", times), host_s, float(sum(part.total() for part in kept.values())))
+        by_segment = sum(kept.values(), Counter[str]())
+        captured = sum(by_segment[name] for name in segments_of(config.graph.scope))
+        return _Stage(sum_of("", times), host_s, float(by_segment.total()), float(captured))
 
     def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
         optim = self.config.optim

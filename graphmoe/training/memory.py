@@ -61,24 +61,32 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
     sizes, of_run = plan.sizes(on_nvidia=on_nvidia), (plan.recompute, plan.moe, plan.graph)
     stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
     activations = in_flight(plan, [sum(kept.total() for kept in parts.values()) for parts in stages])
-    lanes = [2] if plan.ep_overlap and not plan.pipeline else in_flight(plan, [1] * len(stages))
+    slots = num_slots(plan.pipeline is not None, plan.ep_overlap)
+    lanes = [slots] if slots > 1 else in_flight(plan, [1] * len(stages))
     places, communication = [], communication_bytes(sizes)
     for place in range(plan.layout.pp):
         own, by_part = plan.own_stages(place), dict[str, Bytes]()
         for part, kept in (item for number in plan.stage_numbers(place) for item in stages[number].items()):
             by_part[part] = by_part.get(part, Counter()) + kept
+        by_segment = sum(by_part.values(), Counter())
+        captured = sum(by_segment[name] for name in plan.captured)
         places.append(
             PlaceMemory(
                 place,
                 state_of_place(plan, place),
-                activations[place],
-                sum(by_part.values(), Counter()),
+                activations[place] + (slots - 1) * captured,
+                by_segment,
                 by_part,
                 {**own_buffer_bytes(*of_run, sizes, own, lanes[place]), "communication": communication},
                 owned_elements(plan.model, plan.layout, own, plan.optim.bucket_mb),
             )
         )
     return places
+
+
+def num_slots(is_pipelined: bool, overlaps: bool) -> int:
+    """Return the micro-batch slots of a rank without a pipeline, each with graphs that keep their results."""
+    return 2 if overlaps and not is_pipelined else 1
 
 
 def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:

@@ -168,6 +168,14 @@ def test_lanes_of_a_captured_pipeline_have_working_memory_each():
     assert pools["none"] == [0, 0, 0] and pools["partial"][-1] > 0
 
 
+def test_captured_segments_of_overlapped_micro_batches_are_held_twice():
+    words = ("parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none", "graph.scope=[attn,mlp]")
+    words = ("launch.fake_world=null", "launch.nproc=2", *words)
+    (plain,), (both,) = (memory_of(*words, f"pipeline.ep_overlap={on}", ranks=2) for on in ("false", "true"))
+    assert both.activations - plain.activations == sum(plain.by_segment[name] for name in ("attn", "mlp")) > 0
+    assert both.buffers["graph_pool"] > plain.buffers["graph_pool"]
+
+
 EIGHT = ("launch.fake_world=8", "train.global_batch_size=16", "optim.bucket_mb=0.01", "compile.enabled=false")
 CASES = {
     "dp": (), "bf16": ("precision.compute=bf16",), "tp, ep": ("parallel.tp=2", "parallel.ep=2"),

@@ -134,7 +134,7 @@ def _metadata(read: _Metadata) -> Metadata:
     }
     for part in stored.values():
         if not is_file_name(part.relative_path):
-            raise ValueError(f"an entry lies in '{part.relative_path}', which is not a file of its folder")
+            raise ValueError(f"an entry names '{part.relative_path}', which is not a file of its folder")
     entries = {name: _entry(name, each) for name, each in read.state_dict_metadata.items()}
     for name, entry in entries.items():
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]

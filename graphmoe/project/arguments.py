@@ -153,7 +153,7 @@ def to_change(command: str, card_gb: float) -> str:
     """Return text that says what the user has to change in a `train_command` before running it."""
     words, notes = shlex.split(command), []
     if DATA in words:
-        notes.append(f"replace {DATA} by your data; it stands for random tokens")
+        notes.append(f"replace {DATA}, which generates random tokens, by your data")
     if ENDPOINT in words:
         notes.append(f"run it on each node, with the first node's name for {ENDPOINT.partition('=')[2]}")
         notes.append("in a Slurm step leave launch.nodes and launch.endpoint out")

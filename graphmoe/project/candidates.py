@@ -120,8 +120,8 @@ class Candidates:
         if pp == 1:
             yield pipeline.schedule, pipeline.virtual_stages
             return
-        # dualpipe_v is zbv with overlap
-        names = [n for n, facts in SCHEDULES.items() if not facts.keeps_all and n != "dualpipe_v"]
+        # a schedule that always has pairs (dualpipe_v) is another's overlapped table
+        names = [n for n, s in SCHEDULES.items() if not s.keeps_all and s.build is not s.build_overlapped]
         if pipeline.ep_overlap:
             names = [name for name in names if SCHEDULES[name].build_overlapped]
         if "pipeline.schedule" in self.fixed:

@@ -153,7 +153,7 @@ def test_entries_lie_in_files_of_their_folder_that_the_manifest_names_only(tmp_p
         part.relative_path = place
     replace_file(folder / ".metadata", pickle.dumps(saved))
     unnamed = r"01/other is not listed in manifest\.json"
-    said = unnamed if place == "other" else f"lies in '{place}', which is not a file of its folder"
+    said = unnamed if place == "other" else f"names '{place}', which is not a file of its folder"
     with pytest.raises(CheckpointError, match=said):
         load(folder)
 

@@ -15,7 +15,7 @@ from torch.profiler import profile
 
 from graphmoe.plan.pipeline import Action, Placement, Table
 from graphmoe.plan.pipeline.check import peak_activations
-from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs
 from graphmoe.plan.pipeline.transfers import channels_of
@@ -172,16 +172,8 @@ def run_all(cases, ranks, folder):
     return found
 
 
-VARIANTS = [
-    ("gpipe", 1),
-    ("1f1b", 1),
-    ("zb1p", 1),
-    ("zbv", 2),
-    ("dualpipe_v", 2),
-    ("v_half", 2),
-    ("v_min", 2),
-]
-VARIANTS += [("interleaved", 2), ("interleaved", 3)]
+VARIANTS = [(name, schedule.virtual_stages[0]) for name, schedule in SCHEDULES.items()]
+VARIANTS += [("interleaved", 3)]
 SPLIT = ("zb1p", "zbv", "dualpipe_v", "v_half", "v_min")
 MICRO_BATCHES = {2: (1, 2, 5), 4: (2, 5)}
 

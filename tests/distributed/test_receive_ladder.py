@@ -37,14 +37,14 @@ PLACES = frozenset[tuple[int, int]]  # steps from 1, and their micro-batches fro
 class Skew:
     """Micro-batches in which all tokens choose the first experts, whatever the weights.
 
-    A micro-batch is known by its tokens, so it is skewed again where it runs again.
+    Tokens identify a micro-batch, so a step that runs again is skewed again.
     """
 
     places: PLACES = frozenset()
     ranks: tuple[int, ...] | None = None  # whose tokens are skewed; None for all
     validates: bool = False  # skew validation batches instead
     layer: int | None = None  # place of the only MoE layer of the model that is skewed; None for all
-    spoiled: PLACES = frozenset()  # where the loss of rank 1 is not finite
+    spoiled: PLACES = frozenset()  # positions at which the loss of rank 1 is not finite
 
     def __call__(self, trainer: Trainer) -> None:
         seen: dict[bytes, int] = {}

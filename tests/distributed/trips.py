@@ -128,8 +128,8 @@ class Trip:
 
     def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> Any:
         inputs = self.inputs(ranks.rank)
-        wanted = self.travel(AllToAll(mesh, EXPERTS), *inputs)
-        actual = self.travel(dispatcher if self.backend == "eager" else self.compiled(dispatcher), *inputs)
+        wanted = self.exchange(AllToAll(mesh, EXPERTS), *inputs)
+        actual = self.exchange(dispatcher if self.backend == "eager" else self.compiled(dispatcher), *inputs)
         return Exchanged(on_host(wanted), on_host(actual), self.live(actual, wanted, mesh).cpu())
 
     def compiled(self, dispatcher: Any) -> Any:
@@ -144,7 +144,7 @@ class Trip:
             return positions(actual["arrivals"], mesh.index("ep_etp"), self.block)
         return torch.arange(len(wanted["number"]))
 
-    def travel(self, dispatcher: Any, h: Tensor, weight: Tensor, expert: Tensor, dy: Tensor) -> Results:
+    def exchange(self, dispatcher: Any, h: Tensor, weight: Tensor, expert: Tensor, dy: Tensor) -> Results:
         """Received and returned rows, handle and gradients. No device sync where no dispatcher waits."""
         plan = send_plan(expert, EXPERTS, self.layout.ep, self.layout.etp)
         received, of_slots, number, *rest = dispatcher.dispatch(h, weight, expert, *plan)
@@ -221,7 +221,7 @@ class Checks(Trip):
 
     def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> None:
         with _Calls() as calls:
-            self.travel(dispatcher, *self.inputs(ranks.rank))
+            self.exchange(dispatcher, *self.inputs(ranks.rank))
         for operation, arguments in calls.made:
             trains = self.kind == "symm" and not operation.name().endswith("_grad")
             more = ["test_autograd_registration", "test_aot_dispatch_static"] if trains else []

@@ -39,11 +39,11 @@ class CapturedTrip(Trip):
             return [results[name] for name in compared]
 
         replayed = captured(step, lambda number: change(self, ranks.rank, inputs, number))
-        wanted = self.travel(AllToAll(mesh, EXPERTS), *inputs)
+        wanted = self.exchange(AllToAll(mesh, EXPERTS), *inputs)
         return replayed, on_host(wanted)
 
     def results(self, dispatcher: Any, inputs: tuple[Tensor, ...]) -> Results:
-        return self.travel(dispatcher, *inputs)
+        return self.exchange(dispatcher, *inputs)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TripBesideProducts(CapturedTrip):
         given = dy.clone()
         transfers.wait_stream(products)
         with torch.cuda.stream(transfers), beside_products_on(products):
-            results = self.travel(dispatcher, *others, given)
+            results = self.exchange(dispatcher, *others, given)
         for _ in range(4):
             square = torch.full((2048, 2048), float("nan"), device="cuda")
             square @ square
@@ -78,19 +78,19 @@ class ManyReplays(Trip):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self.travel(dispatcher, *inputs)
+                self.exchange(dispatcher, *inputs)
             stream.synchronize()
             graphs, found = [torch.cuda.CUDAGraph() for _ in range(2)], []
             for graph in graphs:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    found.append(self.travel(dispatcher, *inputs))
+                    found.append(self.exchange(dispatcher, *inputs))
             outcomes = []
             for number in range(6):
                 change(self, ranks.rank, inputs, number)
                 graphs[number % 2].replay()
                 results = {name: found[number % 2][name].clone() for name in GRADIENTS}
-                eager = self.travel(dispatcher, *inputs)  # between two replays
-                wanted = self.travel(reference, *inputs)
+                eager = self.exchange(dispatcher, *inputs)  # between two replays
+                wanted = self.exchange(reference, *inputs)
                 assert all(eager[name].equal(wanted[name]) for name in results)
                 outcomes.append({name: (x.cpu(), wanted[name].cpu()) for name, x in results.items()})
         torch.cuda.synchronize()
@@ -104,11 +104,11 @@ class NoWaiting(Trip):
     def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> bool:
         inputs = self.inputs(ranks.rank)
         for _ in range(3):
-            self.travel(dispatcher, *inputs)
+            self.exchange(dispatcher, *inputs)
         with syncs_are_errors():
-            self.travel(dispatcher, *inputs)
+            self.exchange(dispatcher, *inputs)
         ranks.barrier()
-        assert_host_is_back_while_the_device_sleeps(lambda: self.travel(dispatcher, *inputs))
+        assert_host_is_back_while_the_device_sleeps(lambda: self.exchange(dispatcher, *inputs))
         return True
 
 
@@ -119,8 +119,8 @@ class Growing(Trip):
     def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> str:
         for tokens, block in ((50, 0), (self.tokens, self.block), (200, 0), (64, 64)):
             trip, inputs = self._sized(dispatcher, ranks, tokens, block)
-            wanted = self.travel(AllToAll(mesh, EXPERTS), *inputs)
-            actual = self.travel(trip, *inputs)
+            wanted = self.exchange(AllToAll(mesh, EXPERTS), *inputs)
+            actual = self.exchange(trip, *inputs)
             assert all(actual[name].equal(wanted[name]) for name in GRADIENTS)
             live_A = replace(self, block=block).live(actual, wanted, mesh)
             assert actual["received"][live_A].equal(wanted["received"])
@@ -128,7 +128,7 @@ class Growing(Trip):
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.travel(larger, *inputs)
+                self.exchange(larger, *inputs)
         except RuntimeError as error:
             return str(error)
         return "captured"

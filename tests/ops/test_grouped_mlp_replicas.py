@@ -50,7 +50,7 @@ def in_two_lists(backend: str, own: int, by_torch: bool = False) -> Directions:
 
     def wgrad_into(*given: Any) -> None:
         totals, add, plan = given[7:9], given[9], Plan(*given[4:7])
-        dtype = given[0].dtype if of_weights is TORCH else totals[0].dtype  # as they travel
+        dtype = given[0].dtype if of_weights is TORCH else totals[0].dtype  # as they are sent
         of_more = [torch.full_like(total[own:], NAN, dtype=dtype) for total in totals]
         with mock.patch.object(triton_backend, "reason_against", lambda *_: reason):
             wgrad_in_two(of_weights, given[:4], plan, tuple(total[:own] for total in totals), add, of_more)

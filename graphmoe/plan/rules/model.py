@@ -266,8 +266,8 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
             "moe.dispatcher=symm" if config.parallel.ep * config.parallel.etp > 1 else "parallel.ep=2 or more"
         )
         yield (
-            f"pipeline.ep_overlap=true overlaps an exchange only if it does not sync with the host; "
-            f"moe.dispatcher={choice} does, so use {instead}"
+            f"pipeline.ep_overlap=true overlaps exchanges that do not sync with the host, and "
+            f"moe.dispatcher={choice} has none; use {instead}"
         )
     if not config.compile.enabled:
         yield "pipeline.ep_overlap=true needs compiled units; use compile.enabled=true"

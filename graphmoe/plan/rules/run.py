@@ -185,7 +185,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
     if by.is_delayed and config.parallel.dp_shard is DpShard.fsdp2:
         yield (
-            f"{key} keeps one scale for parts of whole weights, but parallel.dp_shard=fsdp2 shards them; "
+            f"{key} has one scale for each whole weight, but parallel.dp_shard=fsdp2 shards weights; "
             f"use precision.fp8=rowwise, or parallel.dp_shard=zero1"
         )
     vendor = experts_of(config).fp8_vendor

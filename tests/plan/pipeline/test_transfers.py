@@ -10,16 +10,8 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.transfers import HELD, channels_of, moments_of, transfers_of
 
-TRAINING = [
-    ("gpipe", 1),
-    ("1f1b", 1),
-    ("zb1p", 1),
-    ("zbv", 2),
-    ("dualpipe_v", 2),
-    ("v_half", 2),
-    ("v_min", 2),
-]
-TRAINING += [("interleaved", virtual) for virtual in (2, 3)]
+TRAINING = [(name, schedule.virtual_stages[0]) for name, schedule in SCHEDULES.items()]
+TRAINING += [("interleaved", 3)]
 PLACEMENTS = [functools.partial(Placement.loop, virtual_stages=v) for v in (1, 2, 3)] + [Placement.folded]
 SIZES = [(ranks, number) for ranks in (1, 2, 3, 4, 7) for number in (1, 2, 5, 8, 13)]
 

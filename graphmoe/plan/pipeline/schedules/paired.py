@@ -17,6 +17,7 @@ from graphmoe.plan.pipeline.simulate import Costs
 
 # shares of wgrad's time that a rank waits rather than run it; each is tried
 PATIENCE = (0.01, 0.25, 0.5, 0.75)
+COMPARED = 3  # micro-batches per rank at which they are compared; longer tables repeat
 
 
 def dualpipe_v(
@@ -33,22 +34,26 @@ def dualpipe_v(
     placement = Placement.folded(num_ranks)
     costs = costs or Costs.of_rank(placement, 1, 1, 1)
     costs = Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.comm, costs.hidden)
-    orders = tuple(_on_a_v(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
-    steps = _filled(orders, placement, costs, 2 * num_ranks + 2)
+    limit, compared = 2 * num_ranks + 2, min(stands_for or num_micro_batches, COMPARED * num_ranks)
+    short, orders = (
+        tuple(_on_a_v(rank, num_ranks, number) for rank in range(num_ranks))
+        for number in (compared, num_micro_batches)
+    )
+    steps, _ = _run(orders, placement, costs, limit, _patience(short, placement, costs, limit))
     return Table(schedule, placement, num_micro_batches, steps)
 
 
 def zb1p_in_pairs(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Table:
     """Return zb1p's table with pairs. A rank saves at most as much as the first rank of overlapped 1F1B."""
     assert virtual_stages == 1
-    placement, orders = Placement.loop(num_ranks), []
+    placement, orders = Placement.loop(num_ranks), list[tuple[Step, ...]]()
     for rank in range(num_ranks):
         warm_up = min(num_warm_up(rank, num_ranks, 1, overlap=True), num_micro_batches)
         forwards = [Action("F", rank, number) for number in range(num_micro_batches)]
         backwards = [forward._replace(kind="I") for forward in forwards]
         pairs = map(Together, forwards[warm_up:], backwards)
         orders.append((*forwards[:warm_up], *pairs, *backwards[num_micro_batches - warm_up :]))
-    steps = _filled(tuple(orders), placement, Costs.of_rank(placement, 1, 1, 1), 2 * num_ranks)
+    steps, _ = _run(orders, placement, Costs.of_rank(placement, 1, 1, 1), 2 * num_ranks, PATIENCE[0])
     return Table("zb1p", placement, num_micro_batches, steps)
 
 
@@ -79,17 +84,14 @@ def _on_a_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Step, ..
 
 
 @functools.lru_cache(maxsize=64)
-def _filled(
-    orders: tuple[tuple[Step, ...], ...], placement: Placement, costs: Costs, limit: int
-) -> tuple[tuple[Step, ...], ...]:
-    """Return the orders with wgrad; ``limit``: saved activations of a rank, in stages, before a forward."""
-    found = [_run(orders, placement, costs, limit, patience) for patience in PATIENCE]
-    return min(found, key=lambda each: each[1])[0]
+def _patience(orders: tuple[tuple[Step, ...], ...], placement: Placement, costs: Costs, limit: int) -> float:
+    return min(PATIENCE, key=lambda patience: _run(orders, placement, costs, limit, patience)[1])
 
 
 def _run(
     orders: Sequence[Sequence[Step]], placement: Placement, costs: Costs, limit: int, patience: float
 ) -> tuple[tuple[tuple[Step, ...], ...], float]:
+    """Return the orders with wgrad, and their end; ``limit``: stages that a rank saves before a forward."""
     ranks, num_stages = range(placement.num_ranks), placement.num_stages
     left, owed = [deque(order) for order in orders], [deque[Action]() for _ in ranks]
     done: list[list[Step]] = [[] for _ in ranks]
@@ -97,11 +99,9 @@ def _run(
     events = [(0.0, rank) for rank in ranks]
 
     def arrival(step: Step, rank: int) -> float:
-        return max(
-            ends.get(need, math.inf) + costs.comm * (placement.rank_of[need.stage] != rank)
-            for action in parts(step)
-            for need in [*needs(action, num_stages), Action("F", -1, 0)]
-        )
+        found = [need for action in parts(step) for need in needs(action, num_stages)]
+        comm = [costs.comm * (placement.rank_of[need.stage] != rank) for need in found]
+        return max((ends.get(need, math.inf) + c for need, c in zip(found, comm, strict=True)), default=0.0)
 
     def choose(rank: int, now: float) -> Step | None:
         weights = owed[rank]
@@ -113,7 +113,6 @@ def _run(
             return weights.popleft()
         return left[rank].popleft() if wait <= 0 else None
 
-    ends[Action("F", -1, 0)] = -math.inf
     while events:
         now, rank = heapq.heappop(events)
         if now < free[rank] or (step := choose(rank, now)) is None:

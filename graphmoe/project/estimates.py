@@ -23,6 +23,7 @@ from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
 from graphmoe.project.step_time import (
+    at_the_power_limit,
     host_seconds,
     message_seconds,
     reduction_seconds,
@@ -30,7 +31,7 @@ from graphmoe.project.step_time import (
     update_seconds,
 )
 from graphmoe.segments import segments_of
-from graphmoe.training.memory import communication_bytes, num_slots, own_buffer_bytes
+from graphmoe.training.memory import beside_bytes, communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before
 RANKS = 4  # ranks of the pipelines whose waits stand for those of longer ones
@@ -69,8 +70,8 @@ class _Stage(NamedTuple):
     time: SegmentTime
     host_s: float
     activations: float
-    captured: float
-    """Those of segments with graphs of their own."""
+    beside: float
+    """Those of a second micro-batch slot."""
 
 
 class Estimates:
@@ -132,8 +133,8 @@ class Estimates:
                 sum(count * size for count, size in zip(counts, kept, strict=True))
                 for counts in place.moments
             )
-            captured = (self._stage(like, kind, pieces).captured for pieces in place.stages)
-            activations += (slots - 1) * sum(captured)
+            beside = (self._stage(like, kind, pieces).beside for pieces in place.stages)
+            activations += (slots - 1) * sum(beside)
             buffers = communication + self._buffers(like, kind, place.stages, lanes)
             state = self._state(_of_weights(layout, pipeline.embed_on), place.stages).sizes
             needs.append((place.place, {**state, "activations": activations, "buffers": buffers}))
@@ -159,7 +160,9 @@ class Estimates:
         update = max(state.update_s for state in states)
         host = count * max(sum(stage.host_s for stage in stages) for stages in of_places)
         tokens = self.config.train.global_batch_size * self._plain.seq_len / layout.size("world")
-        return tokens / max(makespan + gradients - hidden + update, host)
+        rest = gradients - hidden + update
+        makespan = at_the_power_limit(makespan, count * busiest, rest, self.speeds)
+        return tokens / max(makespan + rest, host)
 
     def _waits(self, candidate: Candidate) -> tuple[float, float]:
         like = self._like(candidate)
@@ -190,8 +193,8 @@ class Estimates:
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
         host_s = host_seconds(config, times, self.speeds)
         by_segment = sum(kept.values(), Counter[str]())
-        captured = sum(by_segment[name] for name in segments_of(config.graph.scope))
-        return _Stage(sum_of("", times), host_s, float(by_segment.total()), float(captured))
+        beside = beside_bytes(kept, segments_of(config.graph.scope))
+        return _Stage(sum_of("", times), host_s, float(by_segment.total()), float(beside))
 
     def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
         optim = self.config.optim

@@ -48,6 +48,10 @@ def step_time(
     if plan.pipeline is None:
         makespan, waits = count * busy[0], 0.0
     else:
+        # if not captured, the first kernel of a forward, dgrad and wgrad waits for its launch
+        wait = 0.0 if config.graph.scope == FULL_ITERATION else speeds.rates.host_us * 1e-6
+        late = SegmentTime("", wait, wait, wait * schedule_of(config.pipeline.schedule).splits_backward)
+        totals = [sum_of("", [time, late]) for time in totals]
         makespan = _makespan(plan, plan.pipeline, costs_of(totals, message_seconds(sizes, speeds)))
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
@@ -58,6 +62,7 @@ def step_time(
     update = update_seconds(config.optim.name, max(place.owned for place in places), speeds)
     of_host = [host_seconds(config, of_stage, speeds) for of_stage in times]
     host = count * max(sum(of_host[number] for number in numbers) for numbers in own)
+    makespan = at_the_power_limit(makespan, count * max(busy), gradients + update, speeds)
     step = max(makespan + gradients + update, host)
     rate = config.train.global_batch_size * sizes.seq_len / step / layout.size("world")
     slowest = own[max(range(layout.pp), key=busy.__getitem__)]
@@ -109,19 +114,22 @@ def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:
 
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
     model, found = config.model, list[SegmentTime]()
-    hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
-    counts = config.moe.dispatcher == "alltoall"
     if pieces.embed:
         found.append(embed_time(sizes, speeds))
     recompute = Recompute.of(config.recompute)
     of_mtp = [model.num_layers + k for k in pieces.mtp]
     indices = (*pieces.layers, *of_mtp)
-    for times in times_of_layers(sizes, speeds, recompute, indices, host_counts=counts, hidden=hidden):
+    for times in times_of_layers(sizes, speeds, recompute, indices):
         found += times
     found += [join_time(sizes, speeds)] * len(of_mtp)
     if pieces.loss:
         found.append(head_time(sizes, speeds, model.mtp_depth + 1))
     return found
+
+
+def at_the_power_limit(makespan: float, busy: float, rest: float, speeds: Speeds) -> float:
+    """Return a makespan with slower clocks; ``busy``: seconds of GEMMs, ``rest``: of the step after it."""
+    return makespan * (1 + speeds.rates.power_cap * busy / (makespan + rest))
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:

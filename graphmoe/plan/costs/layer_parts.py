@@ -4,13 +4,18 @@ import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.rates import FP8, FP32, ROWWISE, Fp8Dense, Product, Sides, Speeds, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import balanced_load
+from graphmoe.plan.experts import SLACK, balanced_load
 from graphmoe.plan.layout import Axis
+
+
+# of alltoall in an exchange, on average: counts, rows, weights and numbers there; rows back; two gradients
+COLLECTIVES = 2
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,42 @@ def experts(sizes: Sizes, speeds: Speeds) -> Product:
         rows = balanced_load(model, sizes.layout, sizes.tokens).rows
         forward += speeds.quantised(rows * model.hidden_size, sizes.element_bytes)
     return Product(forward, forward, weights)
+
+
+@functools.lru_cache(maxsize=1024)
+def fullest(sizes: Sizes, speeds: Speeds) -> float:
+    """Return the expected load of the fullest rank over the mean, which the others wait for.
+
+    Experts' loads have the standard deviation ``load_spread`` under natural routing; the largest of n
+    normal sums is by Blom's formula. Replicas even all ranks out, up to their slack.
+    """
+    ranks = sizes.layout.ep
+    if ranks == 1:
+        return 1.0
+    if sizes.replica_slots:
+        return 1 + 1 / SLACK
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1 + speeds.rates.load_spread * largest * math.sqrt(ranks / sizes.model.num_experts)
+
+
+def hidden(sizes: Sizes, speeds: Speeds) -> float:
+    """Return the share of an exchange that overlap saves: none if kernels take SMs from the GEMMs."""
+    by_kernels = sizes.dispatcher == "symm" and not sizes.block
+    return speeds.rates.hidden_exchange if sizes.overlaps and not by_kernels else 0.0
+
+
+def exchange(sizes: Sizes, speeds: Speeds, num_bytes: float) -> float:
+    """Return the exposed seconds of a dispatch or combine that brings ``num_bytes`` to a mean rank."""
+    ranks, rates = sizes.layout.size("ep_etp"), speeds.rates
+    if ranks == 1:
+        return 0.0
+    share, latency_us = {
+        "symm": (rates.copy_engine if sizes.block else rates.pull, rates.barrier_us),
+        "deepep": (rates.deepep, rates.deepep_us),
+        "turbo": (rates.deepep, rates.deepep_us),
+    }.get(sizes.dispatcher, (rates.node, COLLECTIVES * rates.collective_us))
+    by_link = speeds.exchange(num_bytes, ranks, share=share)
+    return by_link * fullest(sizes, speeds) * (1 - hidden(sizes, speeds)) + latency_us * 1e-6
 
 
 @functools.lru_cache(maxsize=1024)

@@ -25,6 +25,7 @@ LARGEST = 1e300
 Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
 Part = Annotated[float, Meta(gt=0, le=1)]
 Time = Annotated[float, Meta(ge=0, lt=LARGEST)]
+Hidden = Annotated[float, Meta(ge=0, le=1)]
 Point = tuple[Size, Size, Part]  # two sizes of a GEMM, named by `CLASSES`, and its share of the peak
 # share of a peak, 0 to 1, for all sizes or as measured points
 Share = Part | Annotated[tuple[Point, ...], Meta(min_length=1)]
@@ -67,16 +68,35 @@ class Rates:
     """Quantization to fp8: bytes read and written, as a share of memory bandwidth."""
     hbm: Part
     """Memory-bound work: norms, activations, routing, the optimizer."""
+    passes: Size
+    """Times that a layer reads or writes its saved bytes and their gradients, forward and backward."""
+    power_cap: Hidden
+    """Slowdown of GEMMs by the card's power limit in a step that does nothing else."""
+    load_spread: Annotated[float, Meta(ge=0, lt=10)]
+    """Standard deviation of experts' loads over their mean, of natural routing without replicas."""
     node: Part
+    """Collectives between GPUs of a node; the rates below replace it in dispatch and combine."""
     network: Part
-    hidden_exchange: Annotated[float, Meta(ge=0, le=1)]
-    """Share of dispatch and combine that pipeline.ep_overlap=true hides."""
-    hidden_gradients: Annotated[float, Meta(ge=0, le=1)]
+    pull: Part
+    """moe.transport=pull: kernels that read peers' memory."""
+    copy_engine: Part
+    """moe.transport=copy_engine, with packing."""
+    deepep: Part
+    """Kernels of DeepEP and of its port in Primus-Turbo."""
+    hidden_exchange: Hidden
+    """Share of dispatch and combine that pipeline.ep_overlap=true saves, after GEMMs that it slows."""
+    hidden_gradients: Hidden
     """Share of gradient and weight communication that computation hides."""
     segment_us: Time
     """Launch and tail overhead of a segment on the device, forward; the same backward."""
     host_us: Time
     """Host time to launch a segment or graph, forward; the same backward."""
+    barrier_us: Time
+    """A barrier of symm's ranks, with the wait for the last one."""
+    collective_us: Time
+    """Latency of a collective, with the wait for the last rank."""
+    deepep_us: Time
+    """Latency of an exchange by DeepEP."""
 
 
 _DENSE, _GROUPED, _SCORES = (
@@ -106,8 +126,9 @@ def share_at(share: Share, kind: float, size: float) -> float:
     if isinstance(share, float | int):
         return share
     nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
-    points = np.log(sorted(point[1:] for point in share if point[0] == nearest_kind))
-    return math.exp(np.interp(math.log(size), points[:, 0], points[:, 1]))
+    # seconds per FLOP are linear in 1 / size: fixed costs are divided by more work
+    points = 1 / np.array(sorted((point[1:] for point in share if point[0] == nearest_kind), reverse=True))
+    return float(1 / np.interp(1 / size, points[:, 0], points[:, 1]))
 
 
 @functools.cache
@@ -240,13 +261,13 @@ class Speeds:
     def hbm(self) -> float:
         return self.card.hbm_tb_per_s * 1e12 * self.rates.hbm
 
-    def exchange(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Return seconds of an all-to-all of ``num_bytes`` among ranks, numbered ``stride`` apart."""
+    def exchange(self, num_bytes: float, ranks: int, stride: int = 1, share: float | None = None) -> float:
+        """Return seconds of an all-to-all among ranks, numbered ``stride`` apart; ``share`` of the links."""
         if ranks == 1:
             return 0.0
         in_node = self._in_node(ranks, stride)
         return max(
-            num_bytes * (in_node - 1) / ranks / self._node,
+            num_bytes * (in_node - 1) / ranks / self._node * (self.rates.node / (share or self.rates.node)),
             # bytes for other nodes use the rank's own NIC
             num_bytes * (ranks - in_node) / ranks / self._network,
         )
@@ -256,7 +277,7 @@ class Speeds:
         if ranks == 1:
             return 0.0
         in_node = self._in_node(ranks, stride)
-        return max(
+        return self.rates.collective_us * 1e-6 + max(
             num_bytes * (ranks - 1) / ranks / self._node,
             # bytes of other nodes enter each node once, over the NICs of all its ranks
             num_bytes * (ranks - in_node) / ranks / in_node / self._network,

@@ -60,6 +60,10 @@ class Sizes:
     """True if replica weights are saved from forward to backward."""
     brings_weights: bool = False
     """True if replica weights are sent with dispatched tokens."""
+    on_nvidia: bool = True
+    dispatcher: str = "local"
+    overlaps: bool = False
+    """True if a micro-batch is exchanged while another is computed."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -98,6 +102,9 @@ class Sizes:
             arrivals.replica_slots,
             experts.keeps_replicas,
             experts.brings_weights,
+            on_nvidia,
+            choice,
+            config.pipeline.ep_overlap,
         )
 
     @functools.cached_property

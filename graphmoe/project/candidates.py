@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import (
@@ -11,23 +12,36 @@ from graphmoe.config.schema import (
     ContextMethod,
     Fp8Recipe,
     ModelConfig,
-    MoEConfig,
     ParallelConfig,
+    PipelineConfig,
     PrecisionConfig,
     RecomputeConfig,
     RunConfig,
 )
-from graphmoe.plan.experts import dispatcher_of, experts_of, has_experts
+from graphmoe.plan.experts import dispatcher_facts, dispatcher_of, experts_of, has_experts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules import violations
 from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
+from graphmoe.segments import FULL_ITERATION, lowest_stage
 
 MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (2, 3, 4, 6)
+PARTS = 4  # a good candidate's recompute is tried in the first quarter, half and three quarters of its layers
+
+
+DISPATCHER, SCOPE, OVERLAP = "moe.dispatcher", "graph.scope", "pipeline.ep_overlap"
+
+
+class Mode(NamedTuple):
+    """How a candidate exchanges tokens and launches its step."""
+
+    dispatcher: str
+    scope: str
+    overlap: bool
 
 
 @dataclass(frozen=True)
@@ -52,12 +66,12 @@ class Candidates:
         self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
-        self._violated: dict[tuple[Layout, Fp8Recipe, str], list[str]] = {}
+        self._violated: dict[tuple[object, ...], list[str]] = {}
         recipes = [Fp8Recipe.none, Fp8Recipe.rowwise] if args.try_fp8 else [config.precision.fp8]
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
-    def layouts(self) -> Iterator[tuple[Candidate, list[str]]]:
-        """Yield each layout of ``num_ranks`` ranks, with errors if it cannot run. *Raises* ConfigError."""
+    def layouts(self) -> Iterator[list[tuple[Candidate, list[str]]]]:
+        """Yield each layout's modes, fastest first, with errors if one cannot run. *Raises* ConfigError."""
         count, problem = 0, ""
         for parallel in self._dimensions():
             try:
@@ -67,35 +81,58 @@ class Candidates:
                 continue
             count += 1
             train = replace(self.config.train, micro_batch_size=self.micro_batch_sizes[0])
+            of_layout = replace(self.config, parallel=parallel, train=train)
             for precision in self.precisions:
                 changed = precision.fp8 is not self.config.precision.fp8
                 in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
-                for moe, word in self._dispatchers(parallel, precision):
-                    made = replace(self.config, parallel=parallel, moe=moe, train=train, precision=precision)
-                    made = replace(made, moe=replace(moe, balance=experts_of(made).balance))
-                    words = _joined(self._words(parallel), word, in_fp8)
-                    yield Candidate(words, made, layout), self._problems(made, layout)
+                ways = []
+                for mode in self._modes(parallel, precision):
+                    made, words = self._in_mode(replace(of_layout, precision=precision), mode)
+                    made = replace(made, moe=replace(made.moe, balance=experts_of(made).balance))
+                    found = Candidate(_joined(self._words(parallel), words, in_fp8), made, layout)
+                    ways.append((found, self._problems(made, layout)))
+                yield ways
         if not count:
             raise ConfigError(
                 f"no layout fits parallel.* on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
             )
 
-    def _dispatchers(
-        self, parallel: ParallelConfig, precision: PrecisionConfig
-    ) -> list[tuple[MoEConfig, str]]:
-        moe = self.config.moe
-        if moe.dispatcher not in ("local", "alltoall") or "moe.dispatcher" in self.fixed:
-            return [(replace(moe, dispatcher=dispatcher_of(moe, parallel)), "")]
-        moe = replace(moe, dispatcher=dispatcher_of(replace(moe, dispatcher="auto"), parallel))
-        plain, symm = (moe, ""), (replace(moe, dispatcher="symm"), "moe.dispatcher=symm")
-        if moe.dispatcher != "alltoall" or "experts" not in precision.fp8_products:
-            return [plain]
-        if precision.fp8 is not Fp8Recipe.none:
-            return [symm]
-        return [plain, symm] if len(self.precisions) > 1 else [plain]
+    def _modes(self, parallel: ParallelConfig, precision: PrecisionConfig) -> list[Mode]:
+        moe, ranks = self.config.moe, parallel.ep * parallel.etp
+        chosen = moe.dispatcher not in ("local", "alltoall") or DISPATCHER in self.fixed
+        name = dispatcher_of(moe if chosen else replace(moe, dispatcher="auto"), parallel)
+        if chosen or name == "local" or ranks > self._per_node or not has_experts(self.config.model):
+            names = [name]
+        else:  # fp8 rows need kernels that read peers
+            in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
+            names = ["symm"] if in_fp8 else ["symm", name]
+        return [self._mode(name, parallel.pp) for name in names]
+
+    def _mode(self, dispatcher: str, pp: int) -> Mode:
+        facts = dispatcher_facts(dispatcher)
+        captures = dispatcher == "local" or facts.sync_free_stage >= lowest_stage(FULL_ITERATION)
+        # pairs lengthen a pipeline: `search` tries them for the best only
+        return Mode(dispatcher, FULL_ITERATION if captures else "none", facts.reads_peers and pp == 1)
+
+    def _in_mode(self, config: RunConfig, mode: Mode) -> tuple[RunConfig, str]:
+        """Return the configuration in a mode, and its overrides; fixed keys stay."""
+        own = {DISPATCHER: mode.dispatcher, SCOPE: mode.scope, OVERLAP: mode.overlap}
+        given = {DISPATCHER: config.moe.dispatcher, SCOPE: config.graph.scope}
+        given[OVERLAP] = config.pipeline.ep_overlap
+        values: dict[str, Any] = {key: given[key] if key in self.fixed else own[key] for key in own}
+        changed = {key: value for key, value in values.items() if value != given[key]}
+        if mode.dispatcher == dispatcher_of(replace(config.moe, dispatcher="auto"), config.parallel):
+            changed.pop(DISPATCHER, None)
+        words = [f"{key}={str(value).lower()}" for key, value in changed.items()]
+        moe = replace(config.moe, dispatcher=values[DISPATCHER])
+        if "moe.sync_free_stage" not in self.fixed and has_experts(config.model):
+            moe = replace(moe, sync_free_stage=lowest_stage(values[SCOPE]))
+        graph = replace(config.graph, scope=values[SCOPE])
+        pipeline = replace(config.pipeline, ep_overlap=values[OVERLAP])
+        return replace(config, moe=moe, graph=graph, pipeline=pipeline), " ".join(words)
 
     def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
-        for name, virtual_stages in self._schedules(candidate.layout.pp):
+        for name, virtual_stages in self._schedules(candidate.layout.pp, candidate.config.pipeline):
             words = self._schedule_words(candidate.layout.pp, name, virtual_stages)
             pipeline = replace(candidate.config.pipeline, schedule=name, virtual_stages=virtual_stages)
             config = replace(candidate.config, pipeline=pipeline)
@@ -115,8 +152,34 @@ class Candidates:
         config = replace(candidate.config, recompute=self.kinds[kind])
         return replace(candidate, words=_joined(candidate.words, kind, self._batch), config=config, kind=kind)
 
-    def _schedules(self, pp: int) -> Iterator[tuple[str, int | None]]:
-        pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
+    def variants(self, candidate: Candidate) -> Iterator[list[Candidate]]:
+        """Yield lists of changes to a good candidate, of which the first that fits is wanted."""
+        config, pp = candidate.config, candidate.layout.pp
+        facts, scope = dispatcher_facts(config.moe.dispatcher), config.graph.scope
+        pairs = facts.reads_peers and pp > 1 and SCHEDULES[config.pipeline.schedule].build_overlapped
+        if pairs and not config.pipeline.ep_overlap and OVERLAP not in self.fixed:
+            yield [self._with(candidate, Mode(config.moe.dispatcher, FULL_ITERATION, overlap=True))]
+        if scope == "none" and SCOPE not in self.fixed:
+            yield [self._with(candidate, Mode(config.moe.dispatcher, "partial", overlap=False))]
+        if candidate.kind and config.recompute != RecomputeConfig():
+            layers = len_of_parts(config.model) - 2
+            yield [self._of_layers(candidate, layers * part // PARTS) for part in range(1, PARTS)]
+
+    def _with(self, candidate: Candidate, mode: Mode) -> Candidate:
+        config, words = self._in_mode(candidate.config, mode)
+        return replace(candidate, config=config, words=_joined(candidate.words, words))
+
+    def _of_layers(self, candidate: Candidate, count: int) -> Candidate:
+        wanted, first = candidate.config.recompute, [*range(count)]
+        some = RecomputeConfig(layer_ids=first) if wanted.all else replace(wanted, layer_ids=first)
+        kind = " ".join([candidate.kind] * (not wanted.all) + [f"recompute.layer_ids={first}".replace(" ", "")])
+        if self.config.recompute != RecomputeConfig():
+            kind = _all_keys(some)
+        words = candidate.words.replace(candidate.kind, kind)
+        return replace(candidate, config=replace(candidate.config, recompute=some), words=words, kind=kind)
+
+    def _schedules(self, pp: int, pipeline: PipelineConfig) -> Iterator[tuple[str, int | None]]:
+        most = len_of_parts(self.config.model) // pp
         if pp == 1:
             yield pipeline.schedule, pipeline.virtual_stages
             return
@@ -197,7 +260,7 @@ class Candidates:
 
     def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
-        key = like, config.precision.fp8, config.moe.dispatcher
+        key = like, config.precision.fp8, config.moe.dispatcher, str(config.graph.scope)
         if key not in self._violated:
             self._violated[key] = violations(replace(config, recompute=RecomputeConfig()))
         return [
@@ -217,7 +280,7 @@ class Candidates:
 
 
 def _all_keys(recompute: RecomputeConfig) -> str:
-    lists = {key: ",".join(getattr(recompute, key)) for key in ("segments", "ops", "layer_ids")}
+    lists = {key: ",".join(map(str, getattr(recompute, key))) for key in ("segments", "ops", "layer_ids")}
     words = [f"recompute.{key}=[{names}]" for key, names in lists.items()]
     return " ".join([f"recompute.all={str(recompute.all).lower()}", *words])
 

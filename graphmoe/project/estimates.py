@@ -12,7 +12,7 @@ from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, sum_of
-from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.sizes import Sizes, overlaps
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
@@ -53,6 +53,8 @@ class Like(NamedTuple):
     micro_batch_size: int
     fp8: Fp8Recipe
     dispatcher: str
+    overlaps: bool
+    scope: str
 
 
 class ShortPipeline(NamedTuple):
@@ -103,7 +105,8 @@ class Estimates:
             # a table of pairs needs one micro-batch more per rank until it repeats
             pairs = facts.is_folded and (config.pipeline.ep_overlap or facts.build is facts.build_overlapped)
             count = min(count, (FILLING + pairs) * layout.pp + count % layout.pp)
-        key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count)
+        overlap = config.pipeline.ep_overlap
+        key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count, overlap)
         if facts.is_folded:  # the table follows times of stages
             own = config.precision.fp8, config.moe.dispatcher, min(asked, COMPARED * layout.pp)
             key += (*own, expert_ranks(self.model, layout), candidate.kind)
@@ -123,7 +126,7 @@ class Estimates:
         like, kind = self._like(candidate), candidate.kind
         layout = replace(candidate.layout, embed_on=pipeline.embed_on)
         communication = communication_bytes(replace(self._sizes[like][1], layout=layout))
-        has_pool = self.config.graph.scope != "none"
+        has_pool = candidate.config.graph.scope != "none"
         needs = []
         for place in pipeline.places:
             kept = [self._stage(like, kind, pieces).activations for pieces in place.stages]
@@ -177,7 +180,8 @@ class Estimates:
 
     def _like(self, candidate: Candidate) -> Like:
         config, layout = candidate.config, replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
-        like = Like(layout, config.train.micro_batch_size, config.precision.fp8, config.moe.dispatcher)
+        own = config.train.micro_batch_size, config.precision.fp8, config.moe.dispatcher
+        like = Like(layout, *own, overlaps(config, candidate.layout), str(config.graph.scope))
         if like not in self._sizes:
             sizes = Sizes.from_config(config, candidate.layout, on_nvidia=self.on_nvidia)
             self._sizes[like] = config, sizes

@@ -134,7 +134,7 @@ def at_the_power_limit(makespan: float, busy: float, rest: float, speeds: Speeds
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     """Return seconds to send one micro-batch's hidden states to the next stage over the slowest link."""
-    return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.per_node)
+    return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.linked)
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:

@@ -2,8 +2,9 @@
 
 import functools
 import math
+import operator
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from graphmoe.config.schema import ModelConfig
@@ -132,16 +133,26 @@ def hidden(sizes: Sizes, speeds: Speeds) -> float:
 
 def exchange(sizes: Sizes, speeds: Speeds, num_bytes: float) -> float:
     """Return the exposed seconds of a dispatch or combine that brings ``num_bytes`` to a mean rank."""
-    ranks, rates = sizes.layout.size("ep_etp"), speeds.rates
+    layout, rates = sizes.layout, speeds.rates
+    ranks = layout.size("ep_etp")
     if ranks == 1:
         return 0.0
-    share, latency_us = {
-        "symm": (rates.copy_engine if sizes.block else rates.pull, rates.barrier_us),
-        "deepep": (rates.deepep, rates.deepep_us),
-        "turbo": (rates.deepep, rates.deepep_us),
-    }.get(sizes.dispatcher, (rates.node, COLLECTIVES * rates.collective_us))
-    by_link = speeds.exchange(num_bytes, ranks, share=share)
-    return by_link * fullest(sizes, speeds) * (1 - hidden(sizes, speeds)) + latency_us * 1e-6
+    in_node = speeds.in_node(ranks)
+    near, far = num_bytes * (in_node - 1) / ranks, num_bytes * (ranks - in_node) / ranks
+    if sizes.dispatcher == "symm":
+        shares, latency_us = (rates.copy_engine if sizes.block else rates.pull, 1.0), rates.barrier_us
+    elif sizes.dispatcher in ("deepep", "turbo"):
+        shares, latency_us = (rates.deepep, rates.network), rates.deepep_us
+        if ranks > in_node:  # a token is sent once to each node, and forwarded there
+            nodes = replace(layout, ep=ranks // in_node, etp=1)
+            rows = (balanced_load(sizes.model, each, sizes.tokens).rows for each in (nodes, layout))
+            far = num_bytes * operator.truediv(*rows) * (1 - in_node / ranks)
+    elif sizes.dispatcher == "nvshmem":
+        shares, latency_us = (rates.pull, rates.network), 2 * rates.collective_us
+    else:
+        shares, latency_us = (rates.node, rates.network_alltoall), COLLECTIVES * rates.collective_us
+    seconds = speeds.sent(near, far, *shares) * fullest(sizes, speeds)
+    return seconds * (1 - hidden(sizes, speeds)) + latency_us * 1e-6
 
 
 @functools.lru_cache(maxsize=1024)
@@ -184,7 +195,7 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
         return 0.0, 0.0
     block = e * sizes.gathered / layout.tp * sizes.kv_heads * (facts.head + facts.value)
     # a block is sent while the GEMMs on it run; in the backward its fp32 gradients too
-    passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= speeds.card.per_node)
+    passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= speeds.card.linked)
     gradients, steps = passing * FP32 / e, layout.cp - 1
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
     # the last gradients return to their owner after all GEMMs (`graphmoe.ops.ring_attention`)

@@ -21,6 +21,7 @@ from graphmoe.plan.costs.hardware import H200, Card
 FP8 = "fp8_"  # prefix of rates of fp8 GEMMs, as shares of the fp8 peak
 # the format that is modelled; `Format.rates` counts others as it, or refuses them
 ROWWISE = FORMATS[Fp8Recipe.rowwise]
+PUBLISHED = 24  # runs on AMD's cards that amd.json is fitted to: tests/project/test_published.py has them
 LARGEST = 1e300
 Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
 Part = Annotated[float, Meta(gt=0, le=1)]
@@ -77,6 +78,8 @@ class Rates:
     node: Part
     """Collectives between GPUs of a node; the rates below replace it in dispatch and combine."""
     network: Part
+    """Links between nodes, but for all-to-all collectives."""
+    network_alltoall: Part
     pull: Part
     """moe.transport=pull: kernels that read peers' memory."""
     copy_engine: Part
@@ -133,10 +136,7 @@ def share_at(share: Share, kind: float, size: float) -> float:
 
 @functools.cache
 def default_rates(*, is_nvidia: bool) -> Rates:
-    """Return a vendor's default rates, measured on H200s (docs/benchmarks/projection_h200).
-
-    Assumed, not measured: network, hidden shares of communication, other NVIDIA GPUs, all AMD GPUs.
-    """
+    """Return a vendor's default rates: of H200s measured, of AMD's cards fitted (docs/projection.md)."""
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
@@ -162,9 +162,10 @@ def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
 
 def _source_of_defaults(card: Card) -> str:
     if not card.is_nvidia:
-        return "assumed rates"
+        known = f"rates fitted to {PUBLISHED} published points"
+        return f"{known}; {card.name} is only announced" if card.is_announced else known
     of_others = "" if card.name == H200.name else f", and assumed to hold for {card.name}"
-    return f"rates measured on H200s{of_others}; network and overlap are assumed"
+    return f"rates measured on H200s{of_others}; links between nodes are assumed"
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:
@@ -261,22 +262,22 @@ class Speeds:
     def hbm(self) -> float:
         return self.card.hbm_tb_per_s * 1e12 * self.rates.hbm
 
-    def exchange(self, num_bytes: float, ranks: int, stride: int = 1, share: float | None = None) -> float:
-        """Return seconds of an all-to-all among ranks, numbered ``stride`` apart; ``share`` of the links."""
-        if ranks == 1:
-            return 0.0
-        in_node = self._in_node(ranks, stride)
-        return max(
-            num_bytes * (in_node - 1) / ranks / self._node * (self.rates.node / (share or self.rates.node)),
-            # bytes for other nodes use the rank's own NIC
-            num_bytes * (ranks - in_node) / ranks / self._network,
-        )
+    def exchange(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Return seconds of an all-to-all of ``num_bytes`` among ranks, numbered ``stride`` apart."""
+        in_node = self.in_node(ranks, stride)
+        sent = num_bytes * (in_node - 1) / ranks, num_bytes * (ranks - in_node) / ranks
+        return self.sent(*sent, self.rates.node, self.rates.network_alltoall)
+
+    def sent(self, in_node: float, between: float, node: float, network: float) -> float:
+        """Return seconds to send bytes at shares of the links in a node, and of the rank's own NIC."""
+        card = self.card
+        return max(in_node / (card.node_gb_per_s * node), between / (card.network_gb_per_s * network)) / 1e9
 
     def gather(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return seconds of an all-gather to ``num_bytes`` on each rank, or of a reduce-scatter from them."""
         if ranks == 1:
             return 0.0
-        in_node = self._in_node(ranks, stride)
+        in_node = self.in_node(ranks, stride)
         return self.rates.collective_us * 1e-6 + max(
             num_bytes * (ranks - 1) / ranks / self._node,
             # bytes of other nodes enter each node once, over the NICs of all its ranks
@@ -294,5 +295,6 @@ class Speeds:
     def _network(self) -> float:
         return self.card.network_gb_per_s * 1e9 * self.rates.network
 
-    def _in_node(self, ranks: int, stride: int) -> int:
-        return max(min(ranks, self.card.per_node // stride), 1)
+    def in_node(self, ranks: int, stride: int = 1) -> int:
+        """Return how many of a group's ranks, numbered ``stride`` apart, fast links join."""
+        return max(min(ranks, self.card.linked // stride), 1)

@@ -172,7 +172,9 @@ class Candidates:
     def _of_layers(self, candidate: Candidate, count: int) -> Candidate:
         wanted, first = candidate.config.recompute, [*range(count)]
         some = RecomputeConfig(layer_ids=first) if wanted.all else replace(wanted, layer_ids=first)
-        kind = " ".join([candidate.kind] * (not wanted.all) + [f"recompute.layer_ids={first}".replace(" ", "")])
+        kind = " ".join(
+            [candidate.kind] * (not wanted.all) + [f"recompute.layer_ids={first}".replace(" ", "")]
+        )
         if self.config.recompute != RecomputeConfig():
             kind = _all_keys(some)
         words = candidate.words.replace(candidate.kind, kind)

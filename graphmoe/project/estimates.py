@@ -25,6 +25,7 @@ from graphmoe.project.candidates import Candidate
 from graphmoe.project.step_time import (
     at_the_power_limit,
     host_seconds,
+    late_start,
     message_seconds,
     reduction_seconds,
     stage_times,
@@ -34,7 +35,7 @@ from graphmoe.segments import segments_of
 from graphmoe.training.memory import beside_bytes, communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before
-RANKS = 4  # ranks of the pipelines whose waits stand for those of longer ones
+RANKS = 4  # most ranks of the pipelines whose waits stand for those of longer ones
 Stages = tuple[StagePieces, ...]
 
 
@@ -155,6 +156,7 @@ class Estimates:
         busiest = max(sum(stage.time.total for stage in stages) for stages in of_places)
         makespan = count * busiest
         if layout.pp > 1:
+            busiest += len(of_places[0]) * late_start(candidate.config, self.speeds).total
             each, further = self._waits(candidate)
             makespan = busiest * (count * each + (layout.pp - 1) * further)
         states = [self._state(weights, place.stages) for place in pipeline.places]
@@ -169,14 +171,16 @@ class Estimates:
 
     def _waits(self, candidate: Candidate) -> tuple[float, float]:
         like = self._like(candidate)
-        time = self._stage(like, candidate.kind, self._all).time
+        pipeline, pp = candidate.config.pipeline, candidate.layout.pp
+        stages = placement_of(pipeline.schedule, pp, pipeline.virtual_stages).num_stages
+        late = late_start(candidate.config, self.speeds).scaled(stages)
+        time = sum_of("", [self._stage(like, candidate.kind, self._all).time, late])
         message = message_seconds(replace(self._sizes[like][1], layout=candidate.layout), self.speeds)
         shares = [round(20 * share / time.total) / 20 for share in (time.forward, time.inputs, time.weights)]
         # rounded, so that a few pipelines stand for all
-        delay = float(f"{message * candidate.layout.pp / time.total:.1g}")
-        pipeline = candidate.config.pipeline
+        delay = float(f"{message * pp / time.total:.1g}")
         asked = pipeline.schedule, pipeline.virtual_stages, pipeline.ep_overlap
-        return _waits_of(*asked, tuple(shares), delay)
+        return _waits_of(min(pp, RANKS), *asked, tuple(shares), delay)
 
     def _like(self, candidate: Candidate) -> Like:
         config, layout = candidate.config, replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
@@ -246,16 +250,16 @@ def _alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
 
 @functools.lru_cache(maxsize=4096)
 def _waits_of(
-    schedule: str, virtual_stages: int | None, overlap: bool, shares: tuple[float, ...], message: float
+    ranks: int, schedule: str, virtual: int | None, overlap: bool, shares: tuple[float, ...], message: float
 ) -> tuple[float, float]:
-    placement = placement_of(schedule, RANKS, virtual_stages)
+    placement = placement_of(schedule, ranks, virtual)
     costs = Costs.of_rank(placement, *shares, comm=message)
     makespans = []
-    for number in (2 * RANKS, 4 * RANKS):
-        table = make_table(schedule, RANKS, number, virtual_stages, overlap=overlap, costs=costs)
+    for number in (2 * ranks, 4 * ranks):
+        table = make_table(schedule, ranks, number, virtual, overlap=overlap, costs=costs)
         makespans.append(makespan_of(table, costs))
-    each = (makespans[1] - makespans[0]) / (2 * RANKS)
-    return each, (makespans[0] - 2 * RANKS * each) / (RANKS - 1)
+    each = (makespans[1] - makespans[0]) / (2 * ranks)
+    return each, (makespans[0] - 2 * ranks * each) / (ranks - 1)
 
 
 def _of_weights(layout: Layout, embed_on: tuple[int, ...]) -> Layout:

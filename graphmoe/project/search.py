@@ -148,10 +148,15 @@ def _refined(
 def _tried(tried: Candidates, estimates: Estimates, card: Card) -> Iterator[Fitting | Rejected]:
     for modes in tried.layouts():
         for layout, problems in modes:
-            found = [_rejected(layout, problems)] if problems else [*_of_layout(layout, tried, estimates, card)]
+            found = (
+                [_rejected(layout, problems)] if problems else [*_of_layout(layout, tried, estimates, card)]
+            )
             yield from found
             sizes = [one["total_gb"] for one in found if isinstance(one, dict) and "total_gb" in one]
-            if any(isinstance(one, Fitting) for one in found) or min(sizes, default=0) > LEANER * card.memory_gb:
+            if (
+                any(isinstance(one, Fitting) for one in found)
+                or min(sizes, default=0) > LEANER * card.memory_gb
+            ):
                 break
 
 

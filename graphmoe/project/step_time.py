@@ -48,10 +48,7 @@ def step_time(
     if plan.pipeline is None:
         makespan, waits = count * busy[0], 0.0
     else:
-        # if not captured, the first kernel of a forward, dgrad and wgrad waits for its launch
-        wait = 0.0 if config.graph.scope == FULL_ITERATION else speeds.rates.host_us * 1e-6
-        late = SegmentTime("", wait, wait, wait * schedule_of(config.pipeline.schedule).splits_backward)
-        totals = [sum_of("", [time, late]) for time in totals]
+        totals = [sum_of("", [time, late_start(config, speeds)]) for time in totals]
         makespan = _makespan(plan, plan.pipeline, costs_of(totals, message_seconds(sizes, speeds)))
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
@@ -84,6 +81,12 @@ def step_time(
             "host": host,
         },
     }
+
+
+def late_start(config: RunConfig, speeds: Speeds) -> SegmentTime:
+    """Return the wait of a stage's forward, dgrad and wgrad for the launch of their first kernels."""
+    wait = 0.0 if config.graph.scope == FULL_ITERATION else speeds.rates.host_us * 1e-6
+    return SegmentTime("", wait, wait, wait * schedule_of(config.pipeline.schedule).splits_backward)
 
 
 def short_plan(config: RunConfig, num_ranks: int) -> Plan:

@@ -68,7 +68,9 @@ def test_the_best_are_those_of_brute_force(small_card):
     assert best["best"] == everything["best"][:5]
     for line in best["others_that_fit"]:
         same = next(other for other in everything["best"] if other["words"] == line["words"])
-        assert same["tokens_per_s_per_gpu"] == pytest.approx(line["about_tokens_per_s_per_gpu"], rel=0.15)
+        # v_min follows times of single stages, which an estimate takes as equal
+        rel = 0.3 if "v_min" in line["words"] else 0.15
+        assert same["tokens_per_s_per_gpu"] == pytest.approx(line["about_tokens_per_s_per_gpu"], rel=rel)
         assert same["memory_gb"]["total"] == pytest.approx(line["total_gb"])
 
 
@@ -105,9 +107,9 @@ def test_precision_varies_where_it_is_asked_for(small_card):
     assert {line["fp8"] for line in plain["best"]} == {"none"}
     found = {recipe: [x for x in both["best"] if x["fp8"] == recipe] for recipe in ("none", "rowwise")}
     of_words = [[{k: v for k, v in x.items() if k != "command"} for x in lines] for lines in found.values()]
-    assert [x for x in of_words[0] if "moe.dispatcher" not in x["words"]] == plain["best"] and of_words[1]
+    assert of_words[0] == plain["best"] and of_words[1]
     in_bf16 = {line["words"] for line in of_words[0]}  # with the same dispatcher too
-    assert {line["words"].replace(" precision.fp8=rowwise", "") for line in of_words[1]} < in_bf16
+    assert {line["words"].replace(" precision.fp8=rowwise", "") for line in of_words[1]} <= in_bf16
     estimated = searched(replace(small_card, try_fp8=True, top=1), *words)["others_that_fit"]
     sizes = {line["words"]: line["memory_gb"]["total"] for line in both["best"]}
     assert len(estimated) > 6
@@ -179,8 +181,10 @@ def test_a_layout_near_the_limit_is_listed_again_with_what_leaves_a_margin(monke
     found = on_card(1.01 * totals["recompute=none"], monkeypatch, *fixed)
     listed = {line["recompute"]: line["fits_with_margin"] for line in found["best"]}
     assert listed.pop("recompute=none") is False
-    (other,) = listed
+    (other,) = totals.keys() & listed
     assert listed[other] and totals[other] < 0.96 * totals["recompute=none"]
+    # recompute of some layers too, if that is faster
+    assert all(fits and "layer_ids=[0" in kind for kind, fits in listed.items() if kind != other)
 
 
 def total_gb(words: str, *fixed: str) -> float:
@@ -296,7 +300,7 @@ def test_keys_of_the_command_line_stay(small_card):
 def layouts_of(*words):
     args = ProjectArgs("h200", search=True)
     run = resolve(completed(configured(*words), args))
-    return [each for each, _ in Candidates(run, args, frozenset()).layouts()]
+    return [each for modes in Candidates(run, args, frozenset()).layouts() for each, _ in modes]
 
 
 def test_experts_are_cut_only_where_there_are_too_few_to_share():

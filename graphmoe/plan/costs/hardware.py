@@ -65,10 +65,7 @@ GB300 = Card("GB300", 2500.0, 279, 8.0, 900, 900, 100.0, per_node=4, domain=72)
 # 432 GB HBM4, 19.6 TB/s; 3.6 TB/s both ways to 71 others; 300 GB/s between racks
 MI450 = Card("MI450", 10_000.0, 432, 19.6, 1800, 1800, 300.0, 4, 72, is_announced=True)
 
-CARDS = {
-    card.name.lower(): card
-    for card in (MI300X, MI325X, MI355X, MI450, H100, H200, B200, GB200, GB300)
-}
+CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, MI450, H100, H200, B200, GB200, GB300)}
 
 
 # (words of a device's name, dense bf16 TFLOP/s). Names of `CARDS` are tried later: some are words in these.

@@ -14,7 +14,6 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import SLACK, balanced_load
 from graphmoe.plan.layout import Axis
 
-
 # of alltoall in an exchange, on average: counts, rows, weights and numbers there; rows back; two gradients
 COLLECTIVES = 2
 

@@ -75,9 +75,7 @@ def times_of_layers(
 
 
 @functools.lru_cache(maxsize=4096)
-def _times_of_layer(
-    sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int
-) -> list[SegmentTime]:
+def _times_of_layer(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> list[SegmentTime]:
     # each tensor is written in bf16 too, before it is rounded
     kept, model = layer_activations(sizes.plain, Recompute(), index), sizes.model
     sizes = sizes.of_layer(index)
@@ -186,11 +184,7 @@ def _segment(
     forward, inputs, weights = (sum(seconds) for seconds in zip(Product(), *products, strict=True))
     there, back = exchange
     return SegmentTime(
-        name,
-        forward + 3 * moved + there + launch,
-        inputs + 4 * moved + back + launch,
-        weights,
-        there + back,
+        name, forward + 3 * moved + there + launch, inputs + 4 * moved + back + launch, weights, there + back
     )
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 import re
 import signal
 import subprocess
@@ -90,13 +91,15 @@ def measure(
     device: torch.device,
     full: bool,
     brief: str = "{median_ms:.2f} ms, {tokens_per_s:,.0f} tokens/s a GPU",
+    earlier: Sequence[Row] = (),
+    until: float = math.inf,
     **method: Any,
 ) -> cases.Measured:
     """Run the cases as training jobs; return rows by ``numbers_of``. *Raises* ConfigError if none can run."""
     ranks = ranks_of(args, torch.cuda.device_count() if device.type == "cuda" else 0)
     runs = cases_of(args, device.type, full, ranks)
     refused = [run.config for run in runs if isinstance(run.config, ConfigError)]
-    if len(refused) == len(runs):
+    if runs and len(refused) == len(runs):
         raise refused[0]
 
     def numbers(run: RunCase) -> list[Row]:
@@ -105,7 +108,7 @@ def measure(
         return [numbers_of(run.config, ranks, train(run.row["overrides"], args.limit_s), args.repeats)]
 
     made = [cases.Case(run.name, run.row, functools.partial(numbers, run)) for run in runs]
-    rows = cases.run_cases(made, brief.format_map, args.out, args.only)
+    rows = cases.run_cases(made, brief.format_map, args.out, args.only, earlier, until)
     warm_up = f"graph.warmup_steps + 1 + {WARM_UP_STEPS}"
     return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s, **method}
 

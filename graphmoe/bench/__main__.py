@@ -105,13 +105,11 @@ def draw_ladder(document: dict[str, Any], path: Path) -> None:
     """Write a bar chart of tokens/s/GPU of a ladder as PNG. *Raises* ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
-    from graphmoe.bench.runs import gain_words
-
     rows = [row for row in document["rows"] if row.get("tokens_per_s")]
     figure = Figure(figsize=(9, 0.45 * max(len(rows), 3) + 1.2), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh([row["rung"] for row in rows], [row["tokens_per_s"] for row in rows], color="#4477aa")
-    axes.bar_label(bars, [f" {row['tokens_per_s']:,.0f}  {gain_words(row)}" for row in rows])
+    axes.bar_label(bars, [f" {row['tokens_per_s']:,.0f}  {row['gain']}" for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.35)
     given = dict(word.split("=", 1) for word in document["rows"][0]["overrides"] if "=" in word)

@@ -190,14 +190,14 @@ def run_cases(
 ) -> list[Row]:  # fmt: skip
     """Run the chosen cases and return their rows, also in `rows_file` of ``out``; a failed case is a row.
 
-    A case whose facts a row of ``earlier`` has does not run. Exits, with status 0, before a case that would
-    begin after ``until`` of time.monotonic. *Raises* ConfigError for an ``only`` that begins no case's name.
+    The last row of ``earlier`` that has a case's facts replaces it. Exits with status 0 before a case that
+    would begin after ``until`` of time.monotonic. *Raises* ConfigError as `chosen` does.
     """
     names, rows = chosen([case.name for case in cases], only), list[Row]()
     cases = [case for case in cases if case.name in names]
     for number, case in enumerate(cases, start=1):
         if known := [row for row in earlier if case.about.items() <= row.items()]:
-            rows += known
+            rows.append(known[-1])
             continue
         if (started := time.monotonic()) > until:
             log.info("stopped before [%d/%d] %s; the same command goes on", number, len(cases), case.name)

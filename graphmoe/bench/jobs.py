@@ -93,7 +93,6 @@ def measure(
     brief: str = "{median_ms:.2f} ms, {tokens_per_s:,.0f} tokens/s a GPU",
     earlier: Sequence[Row] = (),
     until: float = math.inf,
-    **method: Any,
 ) -> cases.Measured:
     """Run the cases as training jobs; return rows by ``numbers_of``. *Raises* ConfigError if none can run."""
     ranks = ranks_of(args, torch.cuda.device_count() if device.type == "cuda" else 0)
@@ -110,7 +109,7 @@ def measure(
     made = [cases.Case(run.name, run.row, functools.partial(numbers, run)) for run in runs]
     rows = cases.run_cases(made, brief.format_map, args.out, args.only, earlier, until)
     warm_up = f"graph.warmup_steps + 1 + {WARM_UP_STEPS}"
-    return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s, **method}
+    return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s}
 
 
 def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary: Row) -> Row:
@@ -158,13 +157,18 @@ def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
     return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
 
 
-def refuse(args: BenchArgs) -> list[str]:
-    """Return the user's overrides. *Raises* ConfigError for one that the suite sets."""
+def refuse(args: BenchArgs, **instead: str) -> list[str]:
+    """Return the user's overrides. *Raises* ConfigError for one that the suite sets.
+
+    ``instead``: what to use by key that the suite sets besides `KEYS`, or by section with a dot.
+    """
     own, fixed = split_list(args.overrides or ""), {key_of(word) for word in UNREAD} | {"train.log_interval"}
+    has = {key for key, name in KEYS.items() if args.suite in OF_SUITES.get(name, (args.suite,))}
+    instead = {key: f"{KEYS[key]}=..." for key in has} | instead
     for word in own:
         key = key_of(word)
-        if key in KEYS and args.suite in OF_SUITES.get(KEYS[key], (args.suite,)):
-            raise ConfigError(f"overrides={word}: the suite sets {key}; use {KEYS[key]}=...")
+        if use := instead.get(key) or instead.get(key.partition(".")[0] + "."):
+            raise ConfigError(f"overrides={word}: the suite sets {key}; use {use}")
         if key in fixed or key.startswith(("checkpoint.", "profile.")):
             raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")
     return own

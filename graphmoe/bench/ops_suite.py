@@ -86,13 +86,13 @@ def _mlp(name: str, layer: MlpShape, skewed: bool, direction: str, backends: Seq
     def make(generator: torch.Generator) -> Mapping[str, Call | Run]:
         op = "forward" if is_step else direction
         (inputs,) = mlp_inputs(layer, generator, op, skewed=skewed)
-        calls = {backend: _grouped(op, backend) for backend in backends}
+        mix = [f"auto={_auto(layer, generator.device)}"] if is_step else []
+        calls = {name: _grouped(op, name.removeprefix("auto=")) for name in (*backends, *mix)}
         if op == "forward":
             calls[LOOP] = functools.partial(_loop, inputs[4].tensor_split(inputs[6][:-1].long().cpu()))
         if not is_step:
             return {name: functools.partial(call, *inputs) for name, call in calls.items()}
-        dy_TD, mix = normal(generator, layer.T, layer.D), _auto(layer, generator.device)
-        calls[f"auto={mix}"] = _grouped(op, mix)
+        dy_TD = normal(generator, layer.T, layer.D)
         return {name: _step(inputs, dy_TD, call) for name, call in calls.items()}
 
     flops = (3 if is_step else 1) * 3 * 2 * layer.T * layer.K * layer.F * layer.D  # gate, up and down

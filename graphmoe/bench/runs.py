@@ -39,7 +39,7 @@ MEMORY = (
     "Memory: most in torch's allocator at a time, of the worst rank; GPU GiB: all at the end, with graphs."
 )
 RECORDED_STEPS = 3  # after the timed ones; a trace of them is read
-LOADS = "rank_load", "planned_rank_load"  # slots of the fullest rank over the mean; by a plan of replicas
+PLANNED = "planned_rank_load"  # slots of the fullest rank over the mean, by a plan of replicas
 NUM_KERNELS = 10  # largest kernels of a row
 PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200, which published figures of MFU count
 MICRO_BATCHES = 4  # of a rank in a step, if train.global_batch_size is not among the overrides
@@ -140,7 +140,7 @@ def step_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
 
 
 STEP = Suite(
-    functools.partial(jobs.measure, step_cases, step_numbers, recorded_steps=RECORDED_STEPS),
+    functools.partial(jobs.measure, step_cases, step_numbers),
     "case: {case} | scope: {scope}{again:?, again} | tokens/s/GPU: {tokens_per_s:,.0f} | "
     "step ms: {median_ms:.2f} | p10 to p90: {p10_ms:.2f} to {p90_ms:.2f} | "
     "step / floor: {time_over_floor:.2f} | peak GiB: {peak_gib:.2f} | GPU GiB: {device_gib:.2f} | "
@@ -155,7 +155,10 @@ STEP = Suite(
 
 
 def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured:
-    """Run all rungs, then sizes of micro-batches with the settings of the fastest rung in bf16."""
+    """Run all rungs, then sizes of micro-batches with the settings of the fastest rung in bf16.
+
+    Passes alternate in direction, so that a drift of the device cancels out.
+    """
     until = time.monotonic() + (args.stop_after_s or math.inf)
     memory = memory_of(device) if device.type == "cuda" else math.inf
     facts = {"commit": git_commit(), "device": device_name(device), "limit_s": args.limit_s}
@@ -165,7 +168,12 @@ def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured
     def measured(are_rungs: bool, best: str) -> Measured:
         def cases_of(_: BenchArgs, kind: str, full: bool, ranks: int) -> list[RunCase]:
             runs = ladder_cases(args, kind, full, ranks, memory, best)
-            return in_passes([r for r in runs if (r.name in RUNGS) == are_rungs], args.passes, facts)
+            runs = [run for run in runs if (run.name in RUNGS) == are_rungs]
+            return [
+                run._replace(name=f"{run.name}, pass {number}", row=run.row | facts | {"pass": number})
+                for number in range(1, args.passes + 1)
+                for run in (runs if number % 2 else runs[::-1])
+            ]
 
         every = replace(args, only=[])
         return jobs.measure(cases_of, rung_numbers, every, device, full, earlier=earlier, until=until)
@@ -178,15 +186,6 @@ def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured
     return rows, left_out, method | {"passes": args.passes, "best": best}
 
 
-def in_passes(runs: Sequence[RunCase], passes: int, facts: Row) -> list[RunCase]:
-    """Return each run once a pass, in alternating order, so that a drift of the device cancels out."""
-    return [
-        run._replace(name=f"{run.name}, pass {number}", row=run.row | facts | {"pass": number})
-        for number in range(1, passes + 1)
-        for run in (runs if number % 2 else runs[::-1])
-    ]
-
-
 def ladder_cases(
     args: BenchArgs, device: str, full: bool, ranks: int, memory: float = math.inf, best: str = LAST
 ) -> list[RunCase]:
@@ -195,14 +194,11 @@ def ladder_cases(
     A size projected to need more than ``memory`` bytes recomputes norms; all rungs do if one of them needs
     more. *Raises* ConfigError.
     """
-    of_rungs = {key_of(word): name for name, (_, words) in RUNGS.items() for word in words}
-    of_rungs["graph"] = "partial"
-    for word in refuse(args):
-        if (key := key_of(word)) in of_rungs:
-            raise ConfigError(f"overrides={word}: rung {of_rungs[key]} sets {key}; choose rungs by only=...")
-        if re.match(r"(parallel|launch)\b", key):
-            raise ConfigError(f"overrides={word}: the suite puts all GPUs into parallel.ep; use nproc=...")
-        memory = math.inf if key.startswith("recompute") else memory
+    of_rungs = "graph", *(key_of(word) for _, words in RUNGS.values() for word in words)
+    instead = dict.fromkeys(of_rungs, "only=... to choose rungs")
+    instead |= dict.fromkeys(("parallel.", "launch."), "nproc=...")
+    if any(re.match(r"recompute\b|compile(\.enabled)?=", word) for word in refuse(args, **instead)):
+        memory = math.inf  # no recompute beside the user's own, or without compilation
     sizes, set_by = args.micro_batch_sizes or ([2, 1, 4] if full else [1, 2]), dict[str, str]()
     planned: dict[str, tuple[str, list[str], int]] = {}
     for name, (what, words) in RUNGS.items():
@@ -223,11 +219,12 @@ def ladder_cases(
         row = {"rung": name, "what": ", ".join([what, *more]), "ranks": ranks}
         return run_case(replace(args, repeats=steps), device, ranks, name, row, defaults, fixed)
 
-    cases = {name: case(name) for name in planned}
+    names = chosen([*planned], args.only)
+    cases = {name: case(name) for name in (names if memory == math.inf else planned)}
     tight = {name for name, run in cases.items() if not fits(run.config, ranks, memory)}
     tight |= {*rungs} if tight & {*rungs} else set()
     cases |= {name: case(name, "recompute.ops=[layernorm]") for name in tight}
-    return [cases[name] for name in chosen([*planned], args.only)]
+    return [cases[name] for name in names]
 
 
 def fits(config: RunConfig | ConfigError, ranks: int, memory: float) -> bool:
@@ -247,8 +244,7 @@ def rung_numbers(config: RunConfig, ranks: int, found: Trained, _: int) -> Row:
         **row,
         "mfu": row["tflops"] / PEAK_TFLOPS,
         "rank_load": statistics.fmean(step["rank_load"] for step in steps),
-        "receive_load": max((s["receive_load"] for s in steps if "receive_load" in s), default=None),
-        LOADS[1]: max((s[LOADS[1]] for s in steps if LOADS[1] in s), default=None),
+        "replica_load": max((s[PLANNED] for s in steps if PLANNED in s), default=None),
         "first_step_s": found.summary["time_to_first_step_s"],
         "loss": steps[-1]["loss"],
     }
@@ -262,7 +258,7 @@ def ladder_rows(rows: Sequence[Row]) -> list[Row]:
         if worked := sorted((r for r in of_rung if not r["error"]), key=lambda row: row["tokens_per_s"]):
             rates = {row["pass"]: row["tokens_per_s"] for row in worked}
             gains = [rate / before[n] - 1 for n, rate in rates.items() if n in before and name in RUNGS]
-            found.append(worked[(len(worked) - 1) // 2] | {"gains": gains, "jobs": of_rung})
+            found.append(worked[(len(worked) - 1) // 2] | {"gain": gain_words(gains), "jobs": of_rung})
             steps_ms, before = [ms for job in worked for ms in job["samples_ms"]], rates
             if len(steps_ms) >= TAIL_STEPS:
                 p50, p99 = (statistics.quantiles(steps_ms, n=100, method="inclusive")[n] for n in (49, 98))
@@ -271,32 +267,26 @@ def ladder_rows(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def gain_words(row: Row) -> str:
-    """Return the median of paired gains, unless it is within the noise, and their spread."""
-    if not (gains := row["gains"]):
+def gain_words(gains: Sequence[float]) -> str:
+    if not gains:
         return ""
-    gain = statistics.median(gains)
-    words = "no gain" if abs(gain) <= NOISE else f"{gain:+.1%}"
-    return f"{words} ({min(gains):+.1%} to {max(gains):+.1%})" if len(gains) > 1 else words
+    gain, spread = statistics.median(gains), f" ({min(gains):+.1%} to {max(gains):+.1%})"
+    return ("no gain" if abs(gain) <= NOISE else f"{gain:+.1%}") + spread * (len(gains) > 1)
 
 
 LADDER = Suite(
     measure_rungs,
-    "rung: `{rung}` | what: {what} | tokens/s/GPU: {tokens_per_s:,.0f} | gain: {gain_words} | "
+    "rung: `{rung}` | what: {what} | tokens/s/GPU: {tokens_per_s:,.0f} | gain: {gain} | "
     "step ms: {median_ms:.1f} | p50, p99 ms: {p50_ms:.1f}, {p99_ms:.1f} | p99 / p50: {p99_over_p50:.3f} | "
-    "MFU %: {mfu:%*.1f} | peak GiB: {peak_gib:.1f} | GPU GiB: {device_gib:.1f} | busiest rank: {loads}",
+    "MFU %: {mfu:%*.1f} | peak GiB: {peak_gib:.1f} | GPU GiB: {device_gib:.1f} | "
+    "busiest rank: {rank_load:.2f} | with replicas: {replica_load:.2f}",
     "{method[ranks]} GPUs, EP {method[ranks]}. A rung has the settings of those before it; `mbs2` has 2 "
-    "sequences in a micro-batch and the settings of {method[best]}. {method[passes]} jobs of each, in "
-    "alternating order; a row is the job of median speed.\n"
-    "Gain: median of the jobs' gains over those of the rung before in the same pass, and their spread; no "
-    f"gain: within {NOISE:.0%}. p50 and p99: of all jobs' steps. MFU: of {PEAK_TFLOPS:.0f} TFLOP/s, without "
-    "recompute. Busiest rank: its slots over the mean, then the most with replicas in a layer and "
-    f"micro-batch.\n{MEMORY}",
-    lambda row: {
-        **row,
-        "gain_words": gain_words(row),
-        "loads": " -> ".join(f"{row[k]:.2f}" for k in LOADS if row.get(k)),
-    },
+    "sequences in a micro-batch and the settings of `{method[best]}`. Each was run {method[passes]} times, "
+    "in alternating order; a row is the run of median speed.\n"
+    "Gain: median of the gains over the rung before in the same pass, and their spread; no gain: within "
+    f"{NOISE:.0%}. p50 and p99: of all runs' steps. MFU: of {PEAK_TFLOPS:.0f} TFLOP/s, without recompute. "
+    "Busiest rank: its slots over the mean; with replicas: the most in a layer and micro-batch.\n"
+    f"{MEMORY}",
 )
 
 

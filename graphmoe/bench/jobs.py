@@ -158,10 +158,7 @@ def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
 
 
 def refuse(args: BenchArgs, **instead: str) -> list[str]:
-    """Return the user's overrides. *Raises* ConfigError for one that the suite sets.
-
-    ``instead``: what to use by key that the suite sets besides `KEYS`, or by section with a dot.
-    """
+    """Return the user's overrides. *Raises* ConfigError for one that the suite sets, by key or section."""
     own, fixed = split_list(args.overrides or ""), {key_of(word) for word in UNREAD} | {"train.log_interval"}
     has = {key for key, name in KEYS.items() if args.suite in OF_SUITES.get(name, (args.suite,))}
     instead = {key: f"{KEYS[key]}=..." for key in has} | instead

@@ -32,7 +32,6 @@ DATA = ("data=synthetic", "optim.lr=1e-6")
 TINY = ("model=tiny", "model.num_layers=2", *DATA)
 LITE = ("model=deepseek_v2_lite", "model.num_layers=6", *DATA)
 WHOLE = ("model=deepseek_v2_lite", *DATA, "data.seq_len=4096", "precision.compute=bf16")
-FEW = (*TINY, "data.seq_len=16")
 QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4", *DATA)
 LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16"), ("data.seq_len=32",)
 MEMORY = (
@@ -48,7 +47,7 @@ MOST_TIME = 0.10  # error of a projected time beyond which a row is a miss
 
 RUNGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "baseline": (
-        "compiled, alltoall",
+        "compiled, without the rows below",
         ("moe.dispatcher=alltoall", "moe.balance=none", "graph.scope=none", "pipeline.ep_overlap=false")
         + ("passes.disabled=[fuse_loss]", "host.numa=none", "host.manual_gc=false", "precision.fp8=none"),
     ),
@@ -214,7 +213,10 @@ def ladder_cases(
     def case(name: str, *more: str) -> RunCase:
         (what, words, size), is_tail = planned[name], name in rungs[-3:-1]  # host_tuning, the one before it
         steps = max(args.repeats, math.ceil(TAIL_STEPS / args.passes)) if is_tail else args.repeats
-        defaults = (*(WHOLE if full else FEW), f"train.global_batch_size={size * ranks * MICRO_BATCHES}")
+        defaults = (
+            *(WHOLE if full else (*TINY, *SHORT)),
+            f"train.global_batch_size={size * ranks * MICRO_BATCHES}",
+        )
         fixed = [*words, *more, f"train.micro_batch_size={size}", f"parallel.ep={ranks}", "launch.nodes=1"]
         row = {"rung": name, "what": ", ".join([what, *more]), "ranks": ranks}
         return run_case(replace(args, repeats=steps), device, ranks, name, row, defaults, fixed)
@@ -280,7 +282,7 @@ LADDER = Suite(
     "step ms: {median_ms:.1f} | p50, p99 ms: {p50_ms:.1f}, {p99_ms:.1f} | p99 / p50: {p99_over_p50:.3f} | "
     "MFU %: {mfu:%*.1f} | peak GiB: {peak_gib:.1f} | GPU GiB: {device_gib:.1f} | "
     "busiest rank: {rank_load:.2f} | with replicas: {replica_load:.2f}",
-    "{method[ranks]} GPUs, EP {method[ranks]}. A rung has the settings of those before it; `mbs2` has 2 "
+    "EP {method[ranks]}, on as many GPUs. A rung has the settings of those before it; `mbs2` has 2 "
     "sequences in a micro-batch and the settings of `{method[best]}`. Each was run {method[passes]} times, "
     "in alternating order; a row is the run of median speed.\n"
     "Gain: median of the gains over the rung before in the same pass, and their spread; no gain: within "

@@ -154,10 +154,7 @@ STEP = Suite(
 
 
 def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured:
-    """Run all rungs, then sizes of micro-batches with the settings of the fastest rung in bf16.
-
-    Passes alternate in direction, so that a drift of the device cancels out.
-    """
+    """Run all rungs, then sizes of micro-batches with the settings of the fastest rung in bf16."""
     until = time.monotonic() + (args.stop_after_s or math.inf)
     memory = memory_of(device) if device.type == "cuda" else math.inf
     facts = {"commit": git_commit(), "device": device_name(device), "limit_s": args.limit_s}
@@ -171,7 +168,7 @@ def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured
             return [
                 run._replace(name=f"{run.name}, pass {number}", row=run.row | facts | {"pass": number})
                 for number in range(1, args.passes + 1)
-                for run in (runs if number % 2 else runs[::-1])
+                for run in (runs if number % 2 else runs[::-1])  # so that a drift of the device cancels out
             ]
 
         every = replace(args, only=[])

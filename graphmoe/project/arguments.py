@@ -24,7 +24,7 @@ class ProjectArgs:
     nodes: int | None = None
     """Nodes of gpus_per_node GPUs, > 0; null takes launch.nodes, or 1."""
     gpus_per_node: int | None = None
-    """GPUs of a node, > 0; null takes launch.nproc, or the card's: 8, or 4 in racks of gb200, gb300, mi450."""
+    """GPUs of a node, > 0; null takes launch.nproc, or the card's: 4 of gb200, gb300 and mi450, else 8."""
     assumptions: Assumptions = Assumptions.exact
     """exact: the bytes that this project's runs hold; published: those of a published chart."""
 

@@ -24,6 +24,7 @@ OF_SHAPE = 2  # candidates of each listed shape that are projected whole: the or
 FASTER = 1.1  # than the layout shown before, so that a search shows a few lines
 MANY_EP = 8  # ranks that share the experts in the layout that is shown beside a faster one
 LEANER = 1.1  # share of the card up to which slower modes, which need less memory, are tried too
+GAIN = 1.005  # of a variant that is listed
 REFINED = 4  # fastest candidates of which variants are projected whole
 COPIED = (
     "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
@@ -140,7 +141,7 @@ def _refined(
             except ConfigError:  # no table of pairs for so few micro-batches
                 continue
             if found and found["fits_with_margin"] >= line["fits_with_margin"] and found["left_gb"] >= 0:
-                if found["tokens_per_s_per_gpu"] > line["tokens_per_s_per_gpu"]:
+                if found["tokens_per_s_per_gpu"] > GAIN * line["tokens_per_s_per_gpu"]:
                     yield found
                 break
 
@@ -152,11 +153,9 @@ def _tried(tried: Candidates, estimates: Estimates, card: Card) -> Iterator[Fitt
                 [_rejected(layout, problems)] if problems else [*_of_layout(layout, tried, estimates, card)]
             )
             yield from found
-            sizes = [one["total_gb"] for one in found if isinstance(one, dict) and "total_gb" in one]
-            if (
-                any(isinstance(one, Fitting) for one in found)
-                or min(sizes, default=0) > LEANER * card.memory_gb
-            ):
+            too_large = [one.get("total_gb", 0.0) for one in found if isinstance(one, dict)]
+            fits = any(isinstance(one, Fitting) and has_margin(one.total_gb, card) for one in found)
+            if fits or min(too_large, default=0.0) > LEANER * card.memory_gb:
                 break
 
 

@@ -24,8 +24,8 @@ CHANNELS = 10
 HANDLE = ("rank_prefix", "channel_prefix", "received_prefix", "source", "in_rank", "send_head")
 """Tensors that dispatch returns for combine, in the order of DeepEP's handle."""
 
-# DeepEP 1.2.1: `Config` of `Buffer.get_dispatch_config` and `get_nvl_buffer_size_hint` of config.hpp: tokens that a
-# channel holds for a rank of a node, and bytes beside a row for 128 slots and scales
+# `get_dispatch_config` and `get_nvl_buffer_size_hint` of DeepEP 1.2.1: a channel holds so many tokens for a
+# rank of the node, each with room for 128 slots and scales
 HELD_TOKENS, RANKS_OF_NODE, EXTRA_BYTES = 256, 8, 128 * (8 + 4 + 4)
 
 _in_use: Any = None

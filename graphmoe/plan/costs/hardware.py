@@ -61,8 +61,8 @@ B200 = Card("B200", 2250.0, 180, 8.0, 900, 900, _NIC_GB_PER_S)
 GB200 = Card("GB200", 2500.0, 186, 8.0, 900, 900, _NIC_GB_PER_S, per_node=4, domain=72)
 # NVIDIA GB300 NVL72 data sheet, per GPU: 279 GB HBM3e (20 TB of 72), 8 TB/s; ConnectX-8 of 800 Gb/s
 GB300 = Card("GB300", 2500.0, 279, 8.0, 900, 900, 100.0, per_node=4, domain=72)
-# AMD Instinct MI455X in Helios, only announced (Advancing AI 2025, CES 2026): 20 PFLOP/s fp8, bf16 assumed half;
-# 432 GB HBM4, 19.6 TB/s; 3.6 TB/s both ways to 71 others; 300 GB/s between racks
+# AMD Instinct MI455X in Helios racks, only announced (Advancing AI 2025, CES 2026): 20 PFLOP/s fp8, bf16
+# assumed half of it; 432 GB HBM4, 19.6 TB/s; 3.6 TB/s both ways to 71 others; 300 GB/s between racks
 MI450 = Card("MI450", 10_000.0, 432, 19.6, 1800, 1800, 300.0, 4, 72, is_announced=True)
 
 CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, MI450, H100, H200, B200, GB200, GB300)}

@@ -19,6 +19,7 @@ from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
 from graphmoe.project.step_time import short_plan, step_time
 from graphmoe.project.tables import render
+from graphmoe.runtime.dispatch.nvshmem import MIN_BYTES
 from graphmoe.training.memory import allocated_bytes, memory_of_places
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import ROOT, config, text_of
@@ -239,6 +240,27 @@ def test_a_step_is_no_shorter_than_the_host_needs_for_its_starts():
     whole = document("h200", "graph.scope=full_iteration")
     assert none["step_time_s"] == none["time_s"]["host"] > whole["step_time_s"]
     assert whole["time_s"]["host"] == 0
+
+
+def test_a_rack_has_nodes_of_four_whose_ranks_fast_links_join():
+    words = ("parallel.ep=16", "model.num_experts=16", "launch.nproc=4", "moe.dispatcher=alltoall")
+    rack, cluster = (document(card, *words, nodes=4) for card in ("gb200", "b200"))
+    assert (rack["nodes"], rack["num_ranks"], rack["layout"]["ep"]) == (4, 16, 16)
+    assert rack["time_s"]["exposed_exchange"] < cluster["time_s"]["exposed_exchange"]
+    assert (
+        ProjectArgs("gb300", nodes=18).num_ranks == 72 and ProjectArgs("h200", gpus_per_node=3).num_ranks == 3
+    )
+
+
+def test_what_a_dispatcher_shares_with_peers_is_memory():
+    words = ("parallel.ep=8", "moe.balance=none", "compile.enabled=true", "model.hidden_size=256")
+    sizes = {
+        name: document("h200", *words, f"moe.dispatcher={name}")["buffers_gb"].get("dispatch", 0)
+        for name in ("alltoall", "symm", "nvshmem", "deepep")
+    }
+    assert sizes["alltoall"] == 0 < sizes["symm"] and sizes["nvshmem"] >= 2 * MIN_BYTES / 1e9
+    # ten channels, each with 256 rows of 256 bf16 numbers and 2 KiB for each of eight ranks
+    assert sizes["deepep"] == pytest.approx(10 * 8 * 256 * (2 * 256 + 2048) / 1e9)
 
 
 def test_what_leaves_the_node_takes_the_network():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphmoe.ops import IN_USE
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
-from graphmoe.ops.symm import forget_order
+from graphmoe.ops.symm.peers import forget_order
 from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.capture.graphs import Pool, Replay, Span, static_copy
 from graphmoe.runtime.compile.code import Gradients, UnitCode, call_unit

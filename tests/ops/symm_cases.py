@@ -10,8 +10,9 @@ from torch import Tensor
 import graphmoe.ops.fp8_mlp  # noqa: F401  # registers fp8_rows
 from graphmoe.ops.dispatch import SendPlan, send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
-from graphmoe.ops.symm import combine_grad_stored, dispatch_stored, exchange, forget_order
+from graphmoe.ops.symm import combine_grad_stored, dispatch_stored, exchange
 from graphmoe.ops.symm.collective import positions
+from graphmoe.ops.symm.peers import forget_order
 from tests.emulated_peers import EmulatedPeers, Emulation, GuardedMemory
 
 

@@ -29,17 +29,9 @@ from graphmoe.ops.dispatch import SendPlan, register_exchange
 from graphmoe.ops.fp8 import fp8_dtype
 from graphmoe.ops.replicas.exchange import Prefetch, use_peers
 from graphmoe.ops.symm import collective
-from graphmoe.ops.symm.peers import (
-    CollectivePeers,
-    Peers,
-    Sizes,
-    exchange_of,
-    forget_graphs,
-    forget_order,
-    reserve,
-)
+from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, exchange_of, forget_graphs, reserve
 
-__all__ = ["CollectivePeers", "Sizes", "forget_graphs", "forget_order", "reserve", "use_peers"]
+__all__ = ["CollectivePeers", "Sizes", "forget_graphs", "reserve", "use_peers"]
 
 
 @torch.library.custom_op("graphmoe::symm_dispatch", mutates_args=())

@@ -1,4 +1,4 @@
-"""Two micro-batches in turns on GPUs: exchanges captured, stages of a pipeline, and DeepEP, bitwise.
+"""Two micro-batches in turns on GPUs: captured exchanges, stages of a pipeline, and DeepEP, bitwise.
 
 Ranks share a GPU if there are fewer than ranks, except with DeepEP.
 """
@@ -9,59 +9,44 @@ import torch
 from graphmoe.config.packages import is_installed
 from tests.distributed.ranks import Job, share_gpus
 from tests.distributed.training import Outcome, Training
-from tests.gpu.test_layouts_gpu import (
-    BASE,
-    COMMON,
-    COMPILED,
-    COPIES,
-    FULL,
-    LAYER,
-    RANKS,
-    REPLICAS,
-    ROUTER,
-    SYMM,
-    TURNS,
-    assert_bitwise,
-    assert_losses_close,
-)
+from tests.gpu import test_layouts_gpu as layouts
+from tests.gpu.test_layouts_gpu import FULL, LAYER, RANKS, ROUTER, TURNS, assert_bitwise, assert_losses_close
 
 SHARED = "exchanges", "of_deepep", "stages"
-PULL, PARTIAL, DISPATCH = "moe.transport=pull", "graph.scope=partial", "graph.scope=[moe_dispatch]"
+PARTIAL, DISPATCH = "graph.scope=partial", "graph.scope=[moe_dispatch]"
 EXCHANGES = {
-    "symm": SYMM,
-    "symm overlap layer": (*SYMM, PULL, TURNS, LAYER),
-    "symm overlap dispatch": (*SYMM, PULL, TURNS, DISPATCH),
-    "copies": COPIES,
-    "copies overlap layer": (*COPIES, TURNS, LAYER),
-    "replicas": REPLICAS,
-    "replicas overlap layer": (*REPLICAS, TURNS, LAYER),
-    "replicas overlap dispatch": (*REPLICAS, TURNS, DISPATCH),
-}
-WIDE = (*COMMON, "model.hidden_size=256")
+    f"{name}{how}": (*words, *([f"moe.transport={transport}", TURNS] if how else []), *scope)
+    for name, words, transport in (
+        ("symm", layouts.SYMM, "pull"), ("copies", layouts.COPIES, "copy_engine"),
+        ("replicas", layouts.REPLICAS, "pull"),
+    )
+    for how, scope in {"": (), " overlap layer": (LAYER,), " overlap dispatch": (DISPATCH,)}.items()
+}  # fmt: skip
+WIDE = (*layouts.COMMON, "model.hidden_size=256")
 DEEPEP = (*WIDE, "moe.dispatcher=deepep", "moe.receive_budget=worst_case")
-OF_DEEPEP = {
-    "alltoall": WIDE,
-    "deepep": DEEPEP,
-    "deepep overlap": (*DEEPEP, TURNS),
-    "deepep overlap router": (*DEEPEP, TURNS, ROUTER),
-    "deepep overlap layer": (*DEEPEP, TURNS, LAYER),
-    "deepep overlap full_iteration": (*DEEPEP, TURNS, FULL),
+OF_DEEPEP = {"alltoall": WIDE, "deepep": DEEPEP} | {
+    f"deepep overlap{how}": (*DEEPEP, TURNS, *scope)
+    for how, scope in {"": (), " router": (ROUTER,), " layer": (LAYER,), " full_iteration": (FULL,)}.items()
 }
 # all layers have experts, or `partial` would cut a dense layer's unit, which rounds in between
-EXPERTS = (COMPILED, "model.num_layers=4", "model.num_dense_layers=0", "train.global_batch_size=16")
+EXPERTS = (
+    layouts.COMPILED, "model.num_layers=4", "model.num_dense_layers=0", "train.global_batch_size=16",
+    "train.micro_batch_size=1", "train.steps=4",
+)  # fmt: skip
 PAIRS = (
     *EXPERTS, "parallel.pp=2", "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none",
-    "moe.receive_budget=worst_case", PULL, TURNS, "train.micro_batch_size=1", "graph.warmup_steps=2",
+    "moe.receive_budget=worst_case", "moe.transport=pull", TURNS, "graph.warmup_steps=2",
 )  # fmt: skip
 STAGES = {
-    f"{schedule}{how}": (*PAIRS, f"pipeline.schedule={schedule}", *words)
+    f"{schedule}{how}": (*PAIRS, f"pipeline.schedule={schedule}", *scope)
     for schedule in ("1f1b", "interleaved", "zbv", "dualpipe_v")
-    for how, words in {"": (), " partial": (PARTIAL,), " layer": (LAYER,)}.items()
+    for how, scope in {"": (), " partial": (PARTIAL,), " layer": (LAYER,)}.items()
+    if how != " layer" or schedule in ("1f1b", "dualpipe_v")
 }
 
 
 def outcomes(tmp_path_factory, cases, num_ranks: int) -> dict[str, list[Outcome]]:
-    trainings = {name: Training((*BASE, *words)) for name, words in cases.items()}
+    trainings = {name: Training((*layouts.BASE, *words)) for name, words in cases.items()}
     return Job(tmp_path_factory.mktemp("ranks"), trainings, num_ranks, device="cuda").results(seconds=580)
 
 
@@ -72,8 +57,7 @@ def exchanges(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory):
-    alone = outcomes(tmp_path_factory, {"alone": (*EXPERTS, "train.micro_batch_size=1")}, 1)
-    return alone | outcomes(tmp_path_factory, STAGES, 4)
+    return outcomes(tmp_path_factory, {"alone": EXPERTS}, 1) | outcomes(tmp_path_factory, STAGES, 4)
 
 
 @pytest.fixture(scope="module")

@@ -128,21 +128,26 @@ def in_turns(more: Sequence[str], ranks: Ranks, folder: Path) -> None:
 
 
 def captured(scope: str, ranks: Ranks, folder: Path) -> None:
-    """No weights come along that nobody reads: all do, or none, and these are fetched."""
-    words = f"graph.scope={scope}", "graph.warmup_steps=1"
-    pulls, along, transfers, _ = fetches(words, ranks, folder)
-    assert pulls > 0 and (transfers == along if scope in SENT_ALONG else (transfers, along) == (pulls, 0))
+    """All weights come along with rows, or none, and then they are fetched; replays reduce no gradients."""
+    words = f"graph.scope={scope}", "graph.warmup_steps=1", "pipeline.ep_overlap=true"
+    pulls, along, transfers, homes = fetches(words, ranks, folder)
+    are_sent, are_reduced = CAPTURED[scope]
+    assert pulls > 0 and (transfers == along if are_sent else (transfers, along) == (pulls, 0))
+    assert (homes > 0) == are_reduced
 
 
-SENT_ALONG = "partial", "layer", "moe", "[shared_experts]"
-FETCHED = "[attn,moe_preprocess,moe_experts]", "[moe_preprocess,moe_dispatch,moe_experts]"
-FETCHED += ("[moe_dispatch,moe_experts,moe_combine]", "[moe_preprocess,moe_combine]")
+CAPTURED = {  # whether exchanges of rows send weights of replicas, and whether they reduce gradients
+    "partial": (True, True), "layer": (True, False), "moe": (True, False), "[shared_experts]": (True, True),
+    "[attn,moe_preprocess,moe_experts]": (False, True), "[moe_preprocess,moe_combine]": (False, False),
+    "[moe_preprocess,moe_dispatch,moe_experts]": (False, False),
+    "[moe_dispatch,moe_experts,moe_combine]": (False, False),
+}  # fmt: skip
 TWO_LAYERS = ("model.num_dense_layers=0", "model.num_layers=2")
 OTHERS = {
     "checks and sums": checks_and_sums,
     "replicas in turns": functools.partial(in_turns, ()),
     "replicas in turns, kept": functools.partial(in_turns, ("moe.replica_keep=true",)),
-    **{f"replicas, {scope}": functools.partial(captured, scope) for scope in (*SENT_ALONG, *FETCHED)},
+    **{f"replicas, {scope}": functools.partial(captured, scope) for scope in CAPTURED},
 }
 
 

@@ -173,7 +173,7 @@ def _moe(
     products = experts(sizes, speeds)
     if host_counts:
         products = Product(products.forward, products.inputs + products.weights)
-    shown = 1 if "experts" in sizes.fp8 else 1 - hidden  # fp8 weights are not sent with the rows
+    shown = 1 - hidden if sizes.brings_weights else 1
     copies = REPLICAS * shown if sizes.replica_slots else 0
     pulled = copies * speeds.pass_on(sizes.pulled_bytes, in_node=True)
     again = 0.0 if sizes.keeps_replicas else pulled

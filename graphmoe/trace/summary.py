@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import CARDS, device_words, peak_tflops
@@ -51,6 +51,9 @@ _OTHER_BANDWIDTHS: tuple[tuple[str, float], ...] = (
     ("A100 80GB", 2.039),
     ("L40S", 0.864),
 )
+# shares that name a wall: of the device's memory, and of the step
+_FULL, _LOST = 0.95, 0.05
+_MANY_LAUNCHES = 100  # per step; the host launches a step of one graph in fewer
 Launches = Mapping[int | None, tuple[HostEvent, Place]]  # host calls and their places, by correlation
 
 
@@ -74,6 +77,7 @@ class SegmentTime:
     ms: float  # time in which any of its kernels runs; on a CPU, host time in its range
     communication_ms: float | None
     kernels: list[Kernel]
+    floor_ms: float | None = None  # least time by the projection's FLOPs and bytes, if known
 
 
 @dataclass
@@ -109,6 +113,43 @@ def summarise(trace: Trace, num_kernels: int) -> Summary:
     summary.segments.sort(key=lambda segment: -segment.ms)
     summary.notes += _notes(summary)
     return summary
+
+
+@dataclass(frozen=True)
+class Wall:
+    """What limits a step, with the figures that say so; shares are 0 to 1, None if unknown."""
+
+    name: Literal["memory", "exchange", "host", "compute"]
+    why: str
+    memory: float | None  # peak of the run, as a share of the device's memory
+    idle: float
+    launches: float
+    exposed: float  # exposed communication, as a share of the step
+    row: str | None = None  # segment and part with the largest time over its floor
+    over_ms: float | None = None  # time of ``row`` over its floor
+
+
+def wall_of(summary: Summary, memory: float | None = None) -> Wall | None:
+    """Return what limits the step of a GPU; None for a trace of a CPU.
+
+    ``memory``: the run's peak as a share of the device's memory, if known.
+    """
+    if summary.idle is None or summary.exposed_ms is None or summary.launches is None:
+        return None
+    exposed = summary.exposed_ms / summary.step_ms if summary.step_ms else 0.0
+    known = [(s.ms - s.floor_ms, f"{s.segment}:{s.part}") for s in summary.segments if s.floor_ms is not None]
+    over, row = max(known, default=(None, None))
+    name: Literal["memory", "exchange", "host", "compute"] = "compute"
+    why = f"GPU idle {summary.idle:.1%}, communication exposed {exposed:.1%}"
+    if memory is not None and memory > _FULL:
+        name, why = "memory", f"the run's peak is {memory:.1%} of the device's memory"
+    elif summary.launches > _MANY_LAUNCHES and summary.idle > max(_LOST, exposed):
+        name, why = "host", f"GPU idle {summary.idle:.1%} with {summary.launches:.0f} launches in a step"
+    elif exposed > _LOST:
+        name, why = "exchange", f"communication is exposed for {exposed:.1%} of the step"
+    elif over is not None:
+        why += f"; {row} is {over:.3f} ms over its floor"
+    return Wall(name, why, memory, summary.idle, summary.launches, exposed, row, over)
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:

@@ -22,13 +22,18 @@ import msgspec
 from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
-from graphmoe.run.files import PROFILE_FOLDER, STEP, trace_file
+from graphmoe.run.files import PROFILE_FOLDER, STEP, Count, trace_file
 
 LARGEST_TRACE = 4 << 30
 Thread = tuple[Any, Any]
 HOST, RUNTIME = ("cpu_op", "user_annotation"), ("_runtime", "_driver")
 Kind = Literal["kernel", "memcpy", "memset"]
 DEVICE: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_ELEMENT_BYTES = {  # by the names that torch gives dtypes of collectives
+    **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
+    **dict.fromkeys(("Half", "BFloat16"), 2),
+    **{"Float": 4, "Int": 4, "Double": 8, "Long": 8},
+}
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _COMMUNICATION = re.compile(
     r"nccl|rccl|nvshmem|rocshmem|deep_ep|mori::|multimem|one_shot_all_reduce|two_shot_all_reduce"
@@ -65,7 +70,9 @@ class Activity(NamedTuple):
     end: float
     stream: str
     correlation: int | None
-    num_bytes: int | None = None
+    num_bytes: int | None = None  # of a copy, a memset, or a collective's larger side
+    node: int | None = None  # of a graph, in the order of its capture
+    message: tuple[str, str] | None = None  # a collective's name and ranks, if no graph launched it
 
 
 @dataclass
@@ -80,6 +87,11 @@ class Trace:
     steps: list[HostEvent] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
+    # (segment, part, number of nodes) of a whole step's graph, in the order of its capture
+    graph: list[tuple[str, str, int]] = field(default_factory=list)
+    # ms per step of forward, dgrad and wgrad by segment, for each kind of layer
+    floors: list[dict[str, tuple[float, float, float]]] = field(default_factory=list)
+    base_us: float = 0.0  # added to all times, the clock of the host
 
 
 def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
@@ -127,6 +139,10 @@ class Facts(TypedDict, total=False):
     steps: list[int]
     device: str | None
     peak_tflops: float | None
+    host: str
+    memory: float
+    graph: list[tuple[str, str, Count]]
+    floors: list[dict[str, tuple[float, float, float]]]
 
 
 _Args = TypedDict(
@@ -134,6 +150,12 @@ _Args = TypedDict(
     {
         "correlation": int | None,
         "bytes": int | None,
+        "graph node id": Count | None,
+        "Collective name": str,
+        "In msg nelems": int,
+        "Out msg nelems": int,
+        "dtype": str,
+        "Process Group Ranks": Any,
         "device": int | str,
         "stream": int | str,
         "Sequence number": int,
@@ -159,12 +181,14 @@ class _Document(msgspec.Struct):
     traceEvents: list[_Event]  # noqa: N815 (its name there)
     deviceProperties: list[_Device] | None = None  # noqa: N815
     graphmoe: Facts | None = None
+    baseTimeNanoseconds: int = 0  # noqa: N815 (its name there)
 
 
 def read_trace(path: Path) -> Trace:
     """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for an invalid trace."""
     document = from_json(_text(path), _Document, str(path))
-    trace = Trace(path, facts={**(document.graphmoe or {})})
+    trace = Trace(path, facts={**(document.graphmoe or {})}, base_us=document.baseTimeNanoseconds / 1e3)
+    trace.graph, trace.floors = (trace.facts.pop(name, []) for name in ("graph", "floors"))
     names = (device.name for device in document.deviceProperties or [] if device.name)
     trace.device = trace.facts.get("device") or next(names, None)
     for number, event in enumerate(document.traceEvents):
@@ -205,10 +229,18 @@ def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
             trace.steps.append(host)
     elif category in DEVICE:
         stream = f"{known.get('device', event.pid)}.{known.get('stream', event.tid)}"
-        kind, correlation = DEVICE[category], known.get("correlation")
-        trace.activities.append(Activity(name, kind, start, end, stream, correlation, known.get("bytes")))
+        trace.activities.append(_activity(known, name, DEVICE[category], start, end, stream))
     else:
         trace.calls.append(HostEvent(name, thread, start, end, args, is_call=True))
+
+
+def _activity(known: _Args, name: str, kind: Kind, start: float, end: float, stream: str) -> Activity:
+    size, node, message = known.get("bytes"), known.get("graph node id"), None
+    if "Collective name" in known:
+        message = known["Collective name"], str(known.get("Process Group Ranks", ""))
+        elements = max(known.get("In msg nelems", 0), known.get("Out msg nelems", 0))
+        size = elements * _ELEMENT_BYTES.get(known.get("dtype", ""), 0) or None
+    return Activity(name, kind, start, end, stream, known.get("correlation"), size, node, message)
 
 
 class Owner(NamedTuple):

@@ -216,12 +216,8 @@ def summary_text(summary: Summary, exchanges: Sequence[Exchange] | None = None) 
     kind, most = summary.kinds.removesuffix("s"), 5 if summary.on == "cpu" else 8
     parts: list[RenderableType] = [*map(Text, _head(summary))]
     for columns, rows, names in (
-        (
-            ["segment", "part", "calls", "ms", "of step", "communication ms", "floor ms", "of floor"],
-            segments,
-            (0, 1),
-        ),
-        (["segment", "part", kind, "calls", "ms", "floor ms"], kernels, (0, 1, 2)),
+        ([*_COLUMNS, "calls", "ms", "of step", "communication ms", "floor ms", "of floor"], segments, (0, 1)),
+        ([*_COLUMNS, kind, "calls", "ms"], kernels, (0, 1, 2)),
     ):
         parts += [Text(), text_table(columns[:most], [row[:most] for row in rows], names=names)]
     if exchanges:

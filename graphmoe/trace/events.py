@@ -22,7 +22,7 @@ import msgspec
 from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
-from graphmoe.run.files import PROFILE_FOLDER, STEP, Count, trace_file
+from graphmoe.run.files import PROFILE_FOLDER, STEP, trace_file
 
 LARGEST_TRACE = 4 << 30
 Thread = tuple[Any, Any]
@@ -71,7 +71,6 @@ class Activity(NamedTuple):
     stream: str
     correlation: int | None
     num_bytes: int | None = None  # of a copy, a memset, or a collective's larger side
-    node: int | None = None  # of a graph, in the order of its capture
     message: tuple[str, str] | None = None  # a collective's name and ranks, if no graph launched it
 
 
@@ -87,8 +86,8 @@ class Trace:
     steps: list[HostEvent] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
-    # (segment, part, number of nodes) of a whole step's graph, in the order of its capture
-    graph: list[tuple[str, str, int]] = field(default_factory=list)
+    # (segment, part, names of nodes) of a whole step's graph, in the order of its capture
+    graph: list[tuple[str, str, list[str]]] = field(default_factory=list)
     # ms per step of forward, dgrad and wgrad by segment, for each kind of layer
     floors: list[dict[str, tuple[float, float, float]]] = field(default_factory=list)
     base_us: float = 0.0  # added to all times, the clock of the host
@@ -141,7 +140,7 @@ class Facts(TypedDict, total=False):
     peak_tflops: float | None
     host: str
     memory: float
-    graph: list[tuple[str, str, Count]]
+    graph: list[tuple[str, str, list[str]]]
     floors: list[dict[str, tuple[float, float, float]]]
 
 
@@ -150,7 +149,6 @@ _Args = TypedDict(
     {
         "correlation": int | None,
         "bytes": int | None,
-        "graph node id": Count | None,
         "Collective name": str,
         "In msg nelems": int,
         "Out msg nelems": int,
@@ -235,12 +233,12 @@ def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
 
 
 def _activity(known: _Args, name: str, kind: Kind, start: float, end: float, stream: str) -> Activity:
-    size, node, message = known.get("bytes"), known.get("graph node id"), None
+    size, message = known.get("bytes"), None
     if "Collective name" in known:
         message = known["Collective name"], str(known.get("Process Group Ranks", ""))
         elements = max(known.get("In msg nelems", 0), known.get("Out msg nelems", 0))
         size = elements * _ELEMENT_BYTES.get(known.get("dtype", ""), 0) or None
-    return Activity(name, kind, start, end, stream, known.get("correlation"), size, node, message)
+    return Activity(name, kind, start, end, stream, known.get("correlation"), size, message)
 
 
 class Owner(NamedTuple):

@@ -5,8 +5,6 @@ Floors are least times by the FLOPs and bytes of the projection; a run writes th
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -160,7 +158,7 @@ def _notes(summary: Summary) -> list[str]:
     if FULL_ITERATION in units:
         notes.append(
             f"kernels of the step's graph (graph.scope={FULL_ITERATION}) name no segment, since the trace "
-            f"has no list of its nodes or no ids of them; graph.scope=layer separates segments"
+            f"has no list of its nodes, or another one; graph.scope=layer separates segments"
         )
     if any(".." in unit for unit in units):
         notes.append("a row such as attn..mlp is a compiled unit: its kernels are fused over its segments")
@@ -222,7 +220,7 @@ def _of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
             length((a.start, a.end) for a in found) / steps / 1e3,
             length((a.start, a.end) for a in found if is_communication(a)) / steps / 1e3,
             largest(times, steps, num_kernels),
-            least.get(owner),
+            least.get(owner) or None,
         )
         summary.segments.append(segment)
     return summary
@@ -295,18 +293,28 @@ def largest(times: Iterable[tuple[str, float]], steps: int, count: int) -> list[
     return sorted(found, key=lambda kernel: -kernel.ms)[:count]
 
 
-def _by_node(trace: Trace, replayed: Iterable[Activity]) -> dict[Owner, list[Activity]]:
-    # kernels of replays of a whole step's graph, by the segments that were captured
-    ends = [*itertools.accumulate(nodes for *_, nodes in trace.graph)]
-    replays: dict[int | None, list[Activity]] = defaultdict(list)
-    for activity in replayed:
-        replays[activity.correlation].append(activity)
+def _by_node(trace: Trace, replayed: Sequence[Activity]) -> dict[Owner, list[Activity]]:
+    # Kernels of replays of a whole step's graph, by the segments that were captured. On any number of streams
+    # runs of one name start in the order of its nodes. A run without a node belongs to what starts before it.
+    nodes: dict[str, list[Owner]] = defaultdict(list)
+    for unit, part, names in trace.graph:
+        for name in names:
+            nodes[name].append(Owner(unit, part))
     found: dict[Owner, list[Activity]] = defaultdict(list)
-    for replay in replays.values():
-        first = min((a.node for a in replay if a.node is not None), default=0)
-        for a in replay:
-            index = len(ends) if a.node is None else bisect.bisect_right(ends, a.node - first)
-            found[Owner(*trace.graph[index][:2]) if index < len(ends) else _WHOLE].append(a)
+    for replay in {activity.correlation for activity in replayed}:
+        runs: dict[str, list[Activity]] = defaultdict(list)
+        for a in (a for a in replayed if a.correlation == replay):
+            runs[a.kind if a.kind != "kernel" else a.name if a.name in nodes else ""].append(a)
+        known = {
+            id(a): owner
+            for name, of_name in runs.items()
+            if len(of_name) == len(nodes.get(name, ()))
+            for a, owner in zip(of_name, nodes[name], strict=True)
+        }
+        owner = _WHOLE
+        for a in (a for a in replayed if a.correlation == replay):
+            owner = known.get(id(a), owner)
+            found[owner].append(a)
     return found
 
 

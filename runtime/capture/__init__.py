@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.ranges import number_of
-from graphmoe.runtime.capture.graphs import Graph, GraphMaker, MadeBy, Span
+from graphmoe.runtime.capture.graphs import Graph, GraphMaker, Span
+from graphmoe.runtime.capture.nodes import MadeBy
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.segments import FULL_ITERATION, profiler_range
 
@@ -200,7 +201,7 @@ class CapturedStep:
         if not self._span.graphs:
             self._capture.report.spans.append(self._span)
         graph = self._span.make(self._capture.maker, lambda: (self._step(self._static),), given)
-        self._capture.made_by = graph.made_by
+        self._capture.made_by = graph.made_by()
         return graph
 
 

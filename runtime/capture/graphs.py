@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import os
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from graphmoe.runtime.capture.nodes import MadeBy, NodeRanges, count_nodes, made_by
 from graphmoe.segments import profiler_range, ranges_wanted
 
 Run = Callable[[], tuple[Tensor, ...]]
@@ -79,28 +78,31 @@ class GraphMaker:
 class DeviceGraph:
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for counting nodes
-        ranges = _NodeRanges(torch.cuda.current_stream().cuda_stream)
+        self._ranges = NodeRanges(torch.cuda.current_stream().cuda_stream)
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
         with _garbage_kept():
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                with ranges_wanted(ranges.range):
+                with ranges_wanted(self._ranges.range):
                     self._results = run()
-                ranges.count()
+                self._ranges.count()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture is invalid; the first error says why
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
         # kernels, copies and memsets; None if unknown
-        self.nodes = _count_nodes(self._graph.raw_cuda_graph())
-        self.made_by = ranges.found
+        self.nodes = count_nodes(self._graph.raw_cuda_graph())
         self._graph.instantiate()
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch on the current stream; results keep their addresses."""
         self._graph.replay()
         return self._results
+
+    def made_by(self) -> list[MadeBy]:
+        """Return the names of its nodes by the ranges that made them."""
+        return made_by(self._graph.raw_cuda_graph(), self._ranges)
 
     def release(self) -> None:
         self._graph.reset()
@@ -114,7 +116,6 @@ class HostGraph:
         for tensor in given:
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
         self.nodes: int | None = None  # a CPU launches nothing
-        self.made_by: list[MadeBy] = []
         self._run = run
         self._results: tuple[Tensor, ...] | None = None
 
@@ -126,65 +127,11 @@ class HostGraph:
             kept.copy_(result)
         return self._results
 
+    def made_by(self) -> list[MadeBy]:
+        return []
+
 
 Graph = DeviceGraph | HostGraph
-
-
-class MadeBy(NamedTuple):
-    """Neighbouring nodes of a graph, in the order of their capture, and the range that made them."""
-
-    unit: str  # empty outside of all ranges
-    part: str
-    nodes: int
-
-
-class _NodeRanges:
-    # ranges that count the nodes which the capture on a stream has made so far
-
-    def __init__(self, stream: int) -> None:
-        self._stream, self._owner, self._counted = stream, ("", ""), 0
-        self.found: list[MadeBy] = []
-
-    @contextlib.contextmanager
-    def range(self, unit: str, part: str) -> Iterator[None]:
-        self.count()
-        outer, self._owner = self._owner, (unit, part)
-        try:
-            yield
-        finally:
-            self.count()
-            self._owner = outer
-
-    def count(self) -> None:
-        if (nodes := _count_captured(self._stream) or 0) > self._counted:
-            self.found.append(MadeBy(*self._owner, nodes - self._counted))
-            self._counted = nodes
-
-
-def _count_captured(stream: int) -> int | None:
-    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-    found = *map(ctypes.byref, (status, number, graph)), None, None
-    failed = _call("StreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
-    return None if failed or graph.value is None else _count_nodes(graph.value)
-
-
-def _count_nodes(graph: int) -> int | None:
-    # graph is a cudaGraph_t (a CUgraph for the driver) or hipGraph_t
-    count = ctypes.c_size_t()
-    failed = _call("GraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
-    return None if failed else count.value
-
-
-def _call(function: str, *arguments: Any) -> bool:
-    # of the CUDA driver or the HIP runtime; returns whether it is missing or failed
-    hip = torch.version.hip is not None
-    for library in [f"libamdhip64.so{end}" for end in ("", ".7", ".6")] if hip else ["libcuda.so.1"]:
-        try:  # RTLD_NOLOAD: another copy of the runtime would not know the graph
-            loaded = ctypes.CDLL(library, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
-            return bool(getattr(loaded, f"{'hip' if hip else 'cu'}{function}")(*arguments))
-        except (OSError, AttributeError):
-            continue
-    return True
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from graphmoe.trace.summary import SegmentTime, Summary, length, summarise, wall
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
 from tests.runs import TINY, command, document_of
 
+COMPILED = "a row such as attn..mlp is a compiled unit: its kernels are fused over its segments"
+
 
 def read(trace, tmp_path, num_kernels=5):
     return summarise(read_trace(trace.write(tmp_path / "a.trace.json", FACTS)), num_kernels)
@@ -79,36 +81,52 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
     assert "name no segment" in note and "graph.scope=layer separates segments" in note
 
 
-def replays(nodes, *, ids=True, streams=1):
-    """Two replays of the graph of a step, whose nodes run for 10 us, one after the other."""
+def replays(nodes, streams=1):
+    """Two replays of a graph in one step: nodes of 10 us, one after the other, in turns on the streams."""
     trace = KinetoTrace(step_us=1000)
-    for number, base in enumerate((77, 78)):
-        trace.range("full_iteration:replay", 10 + 500 * number, 40 + 500 * number)
-        trace.call("cudaGraphLaunch", 12 + 500 * number, 32 + 500 * number, base)
+    for replay in (0, 1):
+        begin = 500 * replay
+        trace.range("full_iteration:replay", begin + 10, begin + 40)
+        trace.call("cudaGraphLaunch", begin + 12, begin + 32, replay)
         for place, (kind, name) in enumerate(nodes):
-            at, more = 50 + 500 * number + 10 * place, {"graph node id": (3 << 32) + place} if ids else {}
-            trace.activity(kind, name, at, at + 10, base, 100 + place % streams, **more)
+            at = begin + 50 + 10 * place
+            trace.activity(kind, name, at, at + 10, replay, 100 + place % streams)
     return trace
 
 
 def test_kernels_of_a_whole_steps_graph_belong_to_the_segments_that_were_captured(tmp_path):
-    graph = [("embed", "F", 1), ("attn..moe_combine", "F", 3), ("", "", 1), ("attn..moe_combine", "I", 2)]
-    graph.append(("optimizer", "update", 1))
     nodes = [("kernel", "gather"), *[("kernel", "nvjet_tst")] * 2, ("gpu_memcpy", "Memcpy PtoP (0 -> 1)")]
     nodes += [("gpu_memset", "Memset (Device)"), *[("kernel", "nvjet_tst")] * 2, ("kernel", "adamw")]
-    expected = {"embed:F": 0.02, "attn..moe_combine:F": 0.06, "(no segment):": 0.02}
-    expected |= {"attn..moe_combine:I": 0.04, "optimizer:update": 0.02}
-    facts = {**FACTS, "graph": graph}
+    unit = "attn..moe_combine"
+    graph = [
+        ("embed", "F", ["gather"]),
+        (unit, "F", ["nvjet_tst", "nvjet_tst", "memcpy"]),
+        ("", "", ["memset"]),
+    ]
+    graph += [(unit, "I", ["nvjet_tst", "nvjet_tst"]), ("optimizer", "update", ["adamw"])]
+    expected = {"embed:F": 0.02, f"{unit}:F": 0.06, "(no segment):": 0.02}
+    expected |= {f"{unit}:I": 0.04, "optimizer:update": 0.02}
+
+    def summary_of(nodes, graph, streams=1):
+        path = replays(nodes, streams).write(tmp_path / "a.json", {**FACTS, "graph": graph})
+        return summarise(read_trace(path), 5)
+
     for streams in (1, 300):
-        path = replays(nodes, streams=streams).write(tmp_path / "a.json", facts)
-        summary = summarise(read_trace(path), 5)
-        assert times_of(summary) == expected and "graph" not in summary.facts
+        summary = summary_of(nodes, graph, streams)
+        assert times_of(summary) == expected and "graph" not in summary.facts and summary.notes == [COMPILED]
         assert summary.streams == pytest.approx({"compute": 0.12, "copy": 0.02, "other": 0.02})
         assert {(s.segment, s.part): s.calls for s in summary.segments}["embed", "F"] == 2
-    for known, ids in ((graph, False), ([], True)):
-        path = replays(nodes, ids=ids).write(tmp_path / "a.json", {**FACTS, "graph": known})
-        summary = summarise(read_trace(path), 5)
-        assert times_of(summary) == {"full_iteration:replay": 0.16} and "name no segment" in summary.notes[0]
+    # a branch on another stream runs later than what was captured after it
+    late = [nodes[0], *nodes[2:5], *nodes[5:7], nodes[7], nodes[1]]
+    assert times_of(summary_of(late, graph)) == expected
+    # HIP names no nodes: kernels are in the order of their start
+    plain = [(u, p, ["" if name[0] != "m" else name for name in names]) for u, p, names in graph]
+    assert times_of(summary_of(nodes, plain)) == expected
+    # kernels that no node names belong to what starts before them
+    stray = [*nodes[:1], ("kernel", "memcpy128"), *nodes[1:]]
+    assert times_of(summary_of(stray, graph)) == {**expected, "embed:F": 0.04}
+    summary = summary_of(nodes, [])
+    assert times_of(summary) == {"full_iteration:replay": 0.16} and "name no segment" in summary.notes[0]
 
 
 def test_a_row_has_the_floors_of_its_segments_in_the_layers_that_have_it(tmp_path):

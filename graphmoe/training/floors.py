@@ -2,6 +2,7 @@
 
 import logging
 from collections import defaultdict
+from dataclasses import replace
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.sizes import owned_elements
@@ -24,8 +25,9 @@ def floors_of(plan: Plan, rank: int, device: str) -> Floors:
     """
     if (card := card_in(device)) is None:
         return []
+    compiled = replace(plan.config.compile, enabled=True)  # an eager run has the floors of a compiled one
     try:
-        refuse_unknown(plan.config)
+        refuse_unknown(replace(plan.config, compile=compiled))
     except ConfigError as error:
         log.info("the trace has no floors of segments: %s", error)
         return []

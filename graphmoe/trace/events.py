@@ -137,7 +137,6 @@ class Facts(TypedDict, total=False):
     num_ranks: int
     steps: list[int]
     device: str | None
-    peak_tflops: float | None
     host: str
     memory: float
     graph: list[tuple[str, str, list[str]]]
@@ -157,8 +156,6 @@ _Args = TypedDict(
         "device": int | str,
         "stream": int | str,
         "Sequence number": int,
-        "Input Dims": list[list[Any]],
-        "Input type": list[str],
     },
     total=False,
 )
@@ -255,11 +252,10 @@ class Place(NamedTuple):
     owner: Owner = NOBODY
     # forward operation whose gradient this computes, if no graphmoe range is nearer
     sequence: int | None = None
-    operation: HostEvent | None = None
 
 
 class Owners(NamedTuple):
-    """Segment, part and operation of each host event and call, in the order of the trace's lists."""
+    """Segment and part of each host event and call, in the order of the trace's lists."""
 
     host: list[Place]
     calls: list[Place]
@@ -315,8 +311,8 @@ def _inside(event: HostEvent, outer: Place) -> Place:
         named = unit_and_part(event.name)
         return Place(named) if named else outer
     if event.name.startswith(_AUTOGRAD) and "Sequence number" in event.args:
-        return Place(NOBODY, event.args["Sequence number"], event)
-    return Place(outer.owner, outer.sequence, event)
+        return Place(NOBODY, event.args["Sequence number"])
+    return outer
 
 
 def is_communication(activity: Activity) -> bool:

@@ -40,6 +40,8 @@ def exchanges_of(traces: Mapping[int, Trace]) -> tuple[list[Exchange], list[str]
         else:
             shown = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
             notes.append(f"{name} is not joined, since its calls differ: {shown}")
+    if unknown := sorted({name for name, group in whole if not group and not _is_copy(name)}):
+        notes.append(f"the trace does not name the ranks of {', '.join(unknown)}: all are taken as one group")
     notes += _missing(traces)
     shifts = _shifts(traces, whole, notes)
     found = [_exchange(name, of_ranks, shifts, steps) for (name, _), of_ranks in whole.items()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ from graphmoe.trace.events import (
     HostEvent,
     Owner,
     Owners,
-    Place,
     Thread,
     Trace,
     is_communication,
@@ -39,7 +38,6 @@ NAME_LENGTH = 200
 # shares that name a wall: of the device's memory, and of the step
 _FULL, _LOST = 0.95, 0.05
 _MANY_LAUNCHES = 100  # per step; the host launches a step of one graph in fewer
-Launches = Mapping[int | None, tuple[HostEvent, Place]]  # host calls and their places, by correlation
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
             continue
         own = max(event.end - event.start - inner, 0.0)
         owner = owners.of(place)
-        times[OTHER if owner == NOBODY else owner].append((event.name, own))
+        times[_named(owner)].append((event.name, own))
         if place.sequence is not None and owner != NOBODY:  # an eager backward is in no range
             spent[owner] += own
     spent[OTHER] = max(whole - sum(spent.values()), 0.0)
@@ -200,13 +198,16 @@ def _spent_in_ranges(trace: Trace, owners: Owners) -> dict[Owner, float]:
 
 
 def _of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
-    steps, places = len(trace.steps), zip(trace.calls, owners.calls, strict=True)
-    launches: Launches = {c.correlation: (c, place) for c, place in places if c.correlation is not None}
+    steps, launches = len(trace.steps), dict[int | None, Owner]()
+    for call, place in zip(trace.calls, owners.calls, strict=True):
+        if call.correlation is not None:
+            is_inside = step_of(trace.steps, call.start) is not None
+            launches[call.correlation] = _named(owners.of(place)) if is_inside else BETWEEN
     owned: dict[Owner, list[Activity]] = defaultdict(list)
     for activity in trace.activities:
-        owned[_owner(trace, owners, launches.get(activity.correlation))].append(activity)
+        owned[launches.get(activity.correlation, UNKNOWN)].append(activity)
     for owner, found in _by_node(trace, owned.pop(_WHOLE, [])).items():
-        owned[OTHER if owner == NOBODY else owner] += found
+        owned[owner] += found
     inside = [a for owner, found in owned.items() if owner is not BETWEEN for a in found]
     if not inside:
         raise ConfigError(f"{trace.path} has no kernel that a step launched")
@@ -264,13 +265,7 @@ def _launching(trace: Trace) -> list[HostEvent]:
     return found
 
 
-def _owner(trace: Trace, owners: Owners, found: tuple[HostEvent, Place] | None) -> Owner:
-    if found is None:
-        return UNKNOWN
-    call, place = found
-    if step_of(trace.steps, call.start) is None:
-        return BETWEEN
-    owner = owners.of(place)
+def _named(owner: Owner) -> Owner:
     return OTHER if owner == NOBODY else owner
 
 
@@ -299,7 +294,7 @@ def _by_node(trace: Trace, replayed: Sequence[Activity]) -> dict[Owner, list[Act
     nodes: dict[str, list[Owner]] = defaultdict(list)
     for unit, part, names in trace.graph:
         for name in names:
-            nodes[name].append(Owner(unit, part))
+            nodes[name].append(_named(Owner(unit, part)))
     found: dict[Owner, list[Activity]] = defaultdict(list)
     for replay in {activity.correlation for activity in replayed}:
         runs: dict[str, list[Activity]] = defaultdict(list)

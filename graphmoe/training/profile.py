@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import FACTS, PROFILE_FOLDER, STEP, display_path, trace_file
@@ -152,7 +151,6 @@ class StepTrace:
             "num_ranks": self._ranks.size,
             "steps": self._done,
             "device": name,
-            "peak_tflops": self._plan.log.peak_tflops or peak_tflops(name),
             "graph_scope": scope if isinstance(scope, str) else [*scope],
             "compiled": self._plan.compile.enabled,
             "torch": torch.__version__,

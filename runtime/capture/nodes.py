@@ -5,7 +5,6 @@ Functions of the CUDA driver, whose nodes have names, or of the HIP runtime, who
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -13,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphmoe.runtime.torch_compat import demangle
+
 _OF_TYPES = {0: "", 1: "memcpy", 2: "memset"}  # a kernel without a name, and others; of both vendors
 
-_MOST_DEMANGLED = 1024  # characters (pytorch/kineto, libkineto/src/Demangle.cpp)
+_MOST_DEMANGLED = 1024  # characters, by torch's profiler (pytorch/kineto, libkineto/src/Demangle.cpp)
 
 
 class MadeBy(NamedTuple):
@@ -85,26 +86,13 @@ def _names(graph: int) -> Iterator[str | None]:
     for node in () if failed else map(ctypes.c_void_p, nodes):
         kind, kernel, name = ctypes.c_int(-1), _KernelNode(), ctypes.c_char_p()
         _call("GraphNodeGetType", node, ctypes.byref(kind))
-        if kind.value == 0 and not _call("GraphKernelNodeGetParams_v2", node, ctypes.byref(kernel)):
-            # a node has a function, or a kernel of a library loaded later
-            _ = _call("FuncGetName", ctypes.byref(name), ctypes.c_void_p(kernel.function)) and _call(
-                "KernelGetName", ctypes.byref(name), ctypes.c_void_p(kernel.kernel)
-            )
-        yield demangled(name.value.decode()) if name.value else _OF_TYPES.get(kind.value)
-
-
-@functools.cache
-def demangled(name: str) -> str:
-    """Return a C++ symbol as torch's profiler shows it; other names as they are."""
-    if not name.startswith("_Z") or len(name) > _MOST_DEMANGLED:
-        return name
-    try:
-        demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    except (OSError, AttributeError):
-        return name
-    demangle.restype, failed = ctypes.c_void_p, ctypes.c_int()
-    found = demangle(name.encode(), None, None, ctypes.byref(failed))
-    return ctypes.string_at(found).decode() if found else name  # never freed: a few hundred names
+        is_kernel = kind.value == 0 and not _call("GraphKernelNodeGetParams_v2", node, ctypes.byref(kernel))
+        # it has a function, or a kernel of a library
+        if is_kernel and _call("FuncGetName", ctypes.byref(name), ctypes.c_void_p(kernel.function)):
+            _call("KernelGetName", ctypes.byref(name), ctypes.c_void_p(kernel.kernel))
+        symbol = (name.value or b"").decode()
+        is_mangled = symbol.startswith("_Z") and len(symbol) <= _MOST_DEMANGLED
+        yield demangle(symbol) if is_mangled else symbol or _OF_TYPES.get(kind.value)
 
 
 def _call(function: str, *arguments: Any) -> bool:

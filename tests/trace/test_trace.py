@@ -1,6 +1,5 @@
 """Numbers that ``graphmoe.trace`` makes of traces as Kineto writes them, and traces that it refuses."""
 
-import os
 import re
 import shutil
 import sys
@@ -347,7 +346,7 @@ def script(folder, name, text):
 def test_tracelens_of_amd_is_called_where_it_is_on_path_and_no_other_command(tmp_path, monkeypatch, capsys):
     path, report = two_steps().write(tmp_path / "rank0.trace.json"), tmp_path / "rank0.tracelens.xlsx"
     script(tmp_path, "tracelens", "open('called', 'w')")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert "tracelens" not in document_of(main, capsys, f"trace={path}") and not Path("called").exists()
     command = "TraceLens_generate_perf_report_pytorch"

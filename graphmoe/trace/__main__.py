@@ -69,11 +69,14 @@ def main(argv: list[str]) -> None:
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
     paths = args.trace or traces_of(args.run or [], args.rank)
-    summaries = [summarise(read_trace(path), sys.maxsize) for path in paths]
+    traces = [*map(read_trace, paths)]
+    summaries = [summarise(trace, sys.maxsize) for trace in traces]
     exchanges: list[Exchange] | None = None
     if args.run and args.ranks is RanksShown.all:
-        traces = {rank: read_trace(path) for rank, path in sorted(recorded(args.run[0]).items())}
-        exchanges, notes = exchanges_of(traces)
+        of_ranks = recorded(args.run[0]).items()
+        exchanges, notes = exchanges_of(
+            {rank: traces[0] if path == paths[0] else read_trace(path) for rank, path in of_ranks}
+        )
         summaries[0].notes += notes
     elif args.run and args.rank is None and len(paths) == 1:
         summaries[0].notes += _other_ranks(args.run[0], paths[0])
@@ -175,7 +178,7 @@ def _kernel_times(summary: Summary) -> dict[str, float]:
 
 def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -> Group:
     parts: list[RenderableType] = [
-        Text(f"{name}: {s.trace}") for name, s in zip(("first", "second"), summaries, strict=True)
+        Text(f"{name}: {s.trace}{f', wall: {s.wall.name}' if s.wall else ''}") for name, s in zip(("first", "second"), summaries, strict=True)
     ]
     kinds = " and ".join(dict.fromkeys(summary.kinds for summary in summaries))
     titles = ("step", "segment, ms per step", f"{kinds} that differ most, ms per step")

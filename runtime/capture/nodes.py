@@ -15,7 +15,6 @@ import torch
 from graphmoe.runtime.torch_compat import demangle
 
 _OF_TYPES = {0: "", 1: "memcpy", 2: "memset"}  # a kernel without a name, and others; of both vendors
-
 _MOST_DEMANGLED = 1024  # characters, by torch's profiler (pytorch/kineto, libkineto/src/Demangle.cpp)
 
 

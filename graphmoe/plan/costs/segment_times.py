@@ -105,6 +105,7 @@ def _times_of_layer(
 
 
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
+    """Return the times of all segments of a stage, layer by layer in the order of the model."""
     model, found = config.model, list[SegmentTime]()
     hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
     counts = config.moe.dispatcher == "alltoall"

@@ -178,7 +178,8 @@ def _kernel_times(summary: Summary) -> dict[str, float]:
 
 def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -> Group:
     parts: list[RenderableType] = [
-        Text(f"{name}: {s.trace}{f', wall: {s.wall.name}' if s.wall else ''}") for name, s in zip(("first", "second"), summaries, strict=True)
+        Text(f"{name}: {s.trace}{f', wall: {s.wall.name}' if s.wall else ''}")
+        for name, s in zip(("first", "second"), summaries, strict=True)
     ]
     kinds = " and ".join(dict.fromkeys(summary.kinds for summary in summaries))
     titles = ("step", "segment, ms per step", f"{kinds} that differ most, ms per step")

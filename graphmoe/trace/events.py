@@ -138,6 +138,7 @@ class Facts(TypedDict, total=False):
     steps: list[int]
     device: str | None
     host: str
+    experts_on: list[int]
     memory: float
     graph: list[tuple[str, str, list[str]]]
     floors: list[dict[str, tuple[float, float, float]]]

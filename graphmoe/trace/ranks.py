@@ -4,6 +4,7 @@ A kernel of an exchange waits for other ranks until the last one begins; what fo
 """
 
 import operator
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from graphmoe.trace.events import Trace, is_communication, listed
 
 Call = tuple[float, float, int | None]  # begin, end, bytes
 Calls = dict[tuple[str, str], dict[int, list[Call]]]  # by kind and group, then by rank
+
+_LIBRARY = re.compile("nccl|rccl", re.IGNORECASE)  # whose kernels in graphs may be of any group
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,13 @@ def _calls(traces: Mapping[int, Trace]) -> Calls:
     found: Calls = defaultdict(lambda: defaultdict(list))
     first = min(trace.base_us for trace in traces.values())
     for rank, trace in sorted(traces.items()):
-        base = trace.base_us - first
+        base, experts_on = trace.base_us - first, str(trace.facts.get("experts_on", ""))
         for a in filter(is_communication, trace.activities):
-            key = a.message or (a.name.partition("(")[0], "")
-            found[key][rank].append((a.start + base, a.end + base, a.num_bytes))
+            name = a.name.partition("(")[0].rstrip()
+            of_experts = not _is_copy(name) and not _LIBRARY.match(name)
+            found[a.message or (name, experts_on if of_experts else "")][rank].append(
+                (a.start + base, a.end + base, a.num_bytes)
+            )
     return found
 
 

@@ -155,6 +155,7 @@ class StepTrace:
             "compiled": self._plan.compile.enabled,
             "torch": torch.__version__,
             "host": platform.node(),
+            "experts_on": self._plan.layout.group("ep_etp", self._ranks.rank),
             "memory": memory_gib(self._device) * 2**30 / memory_of(self._device),
             "graph": self._capture.made_by if self._capture else [],
             "floors": floors_of(self._plan, self._ranks.rank, name),

@@ -65,6 +65,25 @@ def test_a_rank_without_a_trace_or_with_other_calls_is_named(tmp_path):
     assert notes[-1] == "no exchange joins b to a: their clocks are not aligned"
 
 
+def test_kernels_of_experts_are_joined_within_the_ranks_that_share_them(tmp_path):
+    for rank, begin in enumerate((100, 120, 500, 450)):
+        trace = KinetoTrace(step_us=1000)
+        for number, (name, more) in enumerate((("pull_kernel", 30), ("Memcpy PtoP (Device -> Device)", 10))):
+            trace.call("cudaLaunchKernel", 10, 11, number)
+            kind = "gpu_memcpy" if name[0] == "M" else "kernel"
+            trace.activity(kind, name, begin, begin + more, number, bytes=None if kind == "kernel" else 10**6)
+        facts = {"rank": rank, "num_ranks": 4, "steps": [10], "experts_on": [0, 1] if rank < 2 else [2, 3]}
+        trace.write(tmp_path / "profile" / f"rank{rank}.trace.json.gz", facts)
+    found, notes = joined(tmp_path)
+    assert notes == [] and [(e.name, e.ranks, e.last) for e in found] == [
+        ("pull_kernel", [2, 3], {2: 1}),
+        ("pull_kernel", [0, 1], {1: 1}),
+        ("Memcpy PtoP", [0, 1, 2, 3], {}),
+    ]
+    assert [e.gb_per_s for e in found] == [None, None, pytest.approx(100)]
+    assert [e.waiting_ms for e in found[:2]] == [{2: 0, 3: 0.05}, {0: pytest.approx(0.02), 1: 0}]
+
+
 def test_exchanges_of_all_ranks_are_a_table_and_part_of_the_document(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     for rank, calls in STEPPING.items():

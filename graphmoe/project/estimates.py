@@ -11,7 +11,7 @@ from graphmoe.model.sizes import owned_elements, state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
-from graphmoe.plan.costs.segment_times import SegmentTime, sum_of
+from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
 from graphmoe.plan.costs.sizes import Sizes, overlaps
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
@@ -28,10 +28,9 @@ from graphmoe.project.step_time import (
     late_start,
     message_seconds,
     reduction_seconds,
-    stage_times,
-    update_seconds,
 )
 from graphmoe.segments import segments_of
+from graphmoe.training.floors import update_seconds
 from graphmoe.training.memory import beside_bytes, communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before

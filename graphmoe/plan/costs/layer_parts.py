@@ -126,8 +126,7 @@ def fullest(sizes: Sizes, speeds: Speeds) -> float:
 
 def hidden(sizes: Sizes, speeds: Speeds) -> float:
     """Return the share of an exchange that overlap saves: none if kernels take SMs from the GEMMs."""
-    by_kernels = sizes.dispatcher == "symm" and not sizes.block
-    return speeds.rates.hidden_exchange if sizes.overlaps and not by_kernels else 0.0
+    return speeds.rates.hidden_exchange if sizes.overlaps and sizes.block else 0.0
 
 
 def exchange(sizes: Sizes, speeds: Speeds, num_bytes: float) -> float:

@@ -26,6 +26,7 @@ from graphmoe.plan.costs.layer_parts import (
 from graphmoe.plan.costs.rates import FP32, Product, Speeds, default_rates
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.recompute import Recompute
 
 MOVED = 1.5  # times that each saved byte is read or written in the forward
@@ -93,6 +94,22 @@ def _times_of_layer(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: i
         )
         for time in times
     ]
+
+
+def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
+    """Return the times of all segments of a stage, layer by layer in the order of the model."""
+    model, found = config.model, list[SegmentTime]()
+    if pieces.embed:
+        found.append(embed_time(sizes, speeds))
+    recompute = Recompute.of(config.recompute)
+    of_mtp = [model.num_layers + k for k in pieces.mtp]
+    indices = (*pieces.layers, *of_mtp)
+    for times in times_of_layers(sizes, speeds, recompute, indices):
+        found += times
+    found += [join_time(sizes, speeds)] * len(of_mtp)
+    if pieces.loss:
+        found.append(head_time(sizes, speeds, model.mtp_depth + 1))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

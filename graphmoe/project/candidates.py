@@ -31,8 +31,6 @@ MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (2, 3, 4, 6)
 PARTS = 4  # a good candidate's recompute is tried in the first quarter, half and three quarters of its layers
-
-
 DISPATCHER, SCOPE, OVERLAP = "moe.dispatcher", "graph.scope", "pipeline.ep_overlap"
 
 
@@ -61,6 +59,7 @@ class Candidates:
         is_fixed = "moe.balance" in fixed or experts_of(free).balance is not config.moe.balance
         self.config = config = config if is_fixed else free
         self._per_node, nodes = args.per_node, args.num_ranks // args.per_node
+        self._on_nvidia = args.card.is_nvidia
         self._launch = replace(config.launch, nproc=self._per_node, nodes=nodes)
         self.kinds = self._kinds()
         self.micro_batch_sizes = self._micro_batch_sizes()
@@ -111,8 +110,12 @@ class Candidates:
     def _mode(self, dispatcher: str, pp: int) -> Mode:
         facts = dispatcher_facts(dispatcher)
         captures = dispatcher == "local" or facts.sync_free_stage >= lowest_stage(FULL_ITERATION)
-        # pairs lengthen a pipeline: `search` tries them for the best only
-        return Mode(dispatcher, FULL_ITERATION if captures else "none", facts.reads_peers and pp == 1)
+        # pairs lengthen a pipeline: `variants` tries them for the best only
+        return Mode(dispatcher, FULL_ITERATION if captures else "none", pp == 1 and self._gains(dispatcher))
+
+    def _gains(self, dispatcher: str) -> bool:
+        """Return whether overlap saves time: kernels that send rows take SMs from the GEMMs beside them."""
+        return dispatcher == "symm" and self._on_nvidia
 
     def _in_mode(self, config: RunConfig, mode: Mode) -> tuple[RunConfig, str]:
         """Return the configuration in a mode, and its overrides; fixed keys stay."""
@@ -155,12 +158,12 @@ class Candidates:
     def variants(self, candidate: Candidate) -> Iterator[list[Candidate]]:
         """Yield lists of changes to a good candidate, of which the first that fits is wanted."""
         config, pp = candidate.config, candidate.layout.pp
-        facts, scope = dispatcher_facts(config.moe.dispatcher), config.graph.scope
-        pairs = facts.reads_peers and pp > 1 and SCHEDULES[config.pipeline.schedule].build_overlapped
-        if pairs and not config.pipeline.ep_overlap and OVERLAP not in self.fixed:
-            yield [self._with(candidate, Mode(config.moe.dispatcher, FULL_ITERATION, overlap=True))]
-        if scope == "none" and SCOPE not in self.fixed:
-            yield [self._with(candidate, Mode(config.moe.dispatcher, "partial", overlap=False))]
+        dispatcher, pipeline = config.moe.dispatcher, config.pipeline
+        pairs = pp > 1 and self._gains(dispatcher) and schedule_of(pipeline.schedule).build_overlapped
+        if pairs and not pipeline.ep_overlap and OVERLAP not in self.fixed:
+            yield [self._with(candidate, Mode(dispatcher, FULL_ITERATION, overlap=True))]
+        if config.graph.scope == "none" and SCOPE not in self.fixed:
+            yield [self._with(candidate, Mode(dispatcher, "partial", overlap=False))]
         if candidate.kind and config.recompute != RecomputeConfig():
             layers = len_of_parts(config.model) - 2
             yield [self._of_layers(candidate, layers * part // PARTS) for part in range(1, PARTS)]

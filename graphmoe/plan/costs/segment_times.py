@@ -261,7 +261,8 @@ def modelled_parts(
 
     ``expert_ranks``: ranks that share the experts. ``joint_experts``: dgrad includes experts' wgrad.
     """
-    sizes, speeds = _on_a_card(model, seq_len, expert_ranks, "alltoall" if joint_experts else "symm")
+    dispatcher = "alltoall" if joint_experts else "local" if expert_ranks == 1 else "symm"
+    sizes, speeds = _on_a_card(model, seq_len, expert_ranks, dispatcher)
     depths, indices = model.mtp_depth, range(model.num_layers + model.mtp_depth)
     layers = times_of_layers(sizes, speeds, recompute, indices)
     return [

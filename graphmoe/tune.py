@@ -1,7 +1,7 @@
 """Fit, scale, profile and retune a run: short jobs on this machine, each changed by what the traces say.
 
 python -m graphmoe.tune model=deepseek_v2_lite launch.nproc=4 parallel.ep=4 train.global_batch_size=32
-python -m graphmoe.tune model=tiny data.seq_len=128 minutes=2
+python -m graphmoe.tune model=tiny data.seq_len=128 minutes=3
 
 Keys of the command line are fixed; model, data and global batch never change. The projection proposes the
 first candidates; without a known card the climb starts from the run as given. The wall of the fastest
@@ -40,29 +40,23 @@ NOISE = 1.01  # times of equal jobs differ by up to 1%
 PLAUSIBLE = 0.9  # of the best projected speed: projections of time are wrong by up to 10%
 ROUNDS = 2  # in which the best two candidates are repeated
 LIMIT_S = 300  # after which a job has hung, even if the tool has less time left
-TOO_LARGE = re.compile(r"out of memory|OutOfMemory|take [\d.]+ GiB", re.IGNORECASE)
+TOO_LARGE = re.compile(r"out of memory|OutOfMemory|take (at least )?[\d.]+ GiB", re.IGNORECASE)
 SETTINGS = (
     "optim.lr=1e-6", "train.tokens=null", "train.epochs=null", "checkpoint.resume_from=null",
     "launch.max_restarts=0", "launch.write_only=false", "log.wandb=false", "log.mlflow=false",
 )  # fmt: skip
 """Keys of every job. At so small a learning rate, routing stays that of the initial weights."""
-LARGER, LITTLE = "train.micro_batch_size=*2", "recompute.ops=[layernorm]"
-MORE = "recompute.ops=[layernorm,mla_up_proj,core_attn]"
-SYMM, CAPTURED = "moe.dispatcher=symm", "graph.scope=full_iteration"
+LARGER, SYMM, CAPTURED = "train.micro_batch_size=*2", "moe.dispatcher=symm", "graph.scope=full_iteration"
+LITTLE, MORE = "recompute.ops=[layernorm]", "recompute.ops=[layernorm,mla_up_proj,core_attn]"
 OVERLAPPED = f"{SYMM} pipeline.ep_overlap=true"
 MOVES = {
-    "memory": (
-        f"{LARGER} {LITTLE}", LITTLE, f"{LARGER} {MORE}", MORE, "recompute.all=true",
-        "pipeline.schedule=zbv", "parallel.ep=*2", "train.micro_batch_size=/2",
-    ),
-    "exchange": (
-        f"{OVERLAPPED} {CAPTURED}", OVERLAPPED, f"{SYMM} moe.balance=auto",
-        f"{SYMM} moe.transport=copy_engine", LARGER, "parallel.ep=/2",
-    ),
+    "memory": (f"{LARGER} {LITTLE}", LITTLE, f"{LARGER} {MORE}", MORE, "recompute.all=true",
+               "pipeline.schedule=zbv", "parallel.ep=*2", "train.micro_batch_size=/2"),
+    "exchange": (f"{OVERLAPPED} {CAPTURED}", OVERLAPPED, SYMM, f"{SYMM} moe.balance=replicas",
+                 f"{SYMM} moe.transport=copy_engine", LARGER, "parallel.ep=/2"),
     "host": (CAPTURED, f"{SYMM} {CAPTURED}", "graph.scope=layer", "graph.scope=partial", LARGER),
-    "compute": (
-        LARGER, f"{LARGER} {LITTLE}", "recompute.all=false", CAPTURED, f"{FP8}=rowwise", "moe.experts=triton",
-    ),
+    "compute": (LARGER, f"{LARGER} {LITTLE}", "recompute.all=false", CAPTURED, f"{FP8}=rowwise",
+                "moe.experts=triton"),
 }  # fmt: skip
 """Overrides to try by the wall of the fastest candidate; of equal projected gains the first comes first.
 
@@ -74,7 +68,6 @@ USELESS = {  # keys without effect, with the value of another key that makes the
 }  # fmt: skip
 IMPLIED = {"graph": {"graph.scope"}, "recompute": {"recompute.all", "recompute.ops"}}
 """Keys that are fixed with any key of their section."""
-OTHERS = ("exchange", "host", "compute")  # walls whose moves are tried when those of its own do not gain
 RATE = "tokens_per_s_per_gpu"
 COLUMNS = (
     "candidate: {name} | tokens/s/GPU: {tokens_per_s_per_gpu:,.0f} | GiB: {gib:.1f} | wall: {wall} | "
@@ -173,13 +166,11 @@ class Tuning:
         needed = statistics.median(spent) + repeats * min(spent) * (len(spent) > 1)
         return self.ends - time.monotonic() >= needed
 
-    def too_large(self) -> list[Row]:
-        return [row for row in self.rows if TOO_LARGE.search(row["error"] or "")]
-
     def fits(self, row: Row) -> bool:
-        """Return if less memory is projected than for any candidate that ran out of it."""
-        failed = [other["projected_gb"] or math.inf for other in self.too_large()]
-        return (row["projected_gb"] or 0.0) < min([self.card_gb, *failed])
+        """Return if no candidate with as little projected memory ran out of it, or one with more ran."""
+        failed = [other["projected_gb"] or math.inf for other in too_large(self.rows)]
+        ran, gb = [other["projected_gb"] or 0.0 for other in measured(self.rows)], row["projected_gb"] or 0.0
+        return gb < min([self.card_gb, *failed]) or gb <= max(ran, default=0.0)
 
     def proposals(self) -> list[Changes]:
         """Return the changes that the projection ranks first and that leave a margin of memory."""
@@ -199,11 +190,11 @@ class Tuning:
         best: Row | None = None
         for row in measured(self.rows):
             best = row if best is None or row[RATE] > NOISE * best[RATE] else best
-        if not (best or self.too_large()):
+        if not (best or too_large(self.rows)):
             return None
-        base = best or self.too_large()[-1] | {"wall": "memory"}
+        base = best or too_large(self.rows)[-1] | {"wall": "memory"}
         least = PLAUSIBLE * (base["projected_rate"] or 0.0) if best else 0.0
-        for wall in dict.fromkeys([base["wall"], *(OTHERS if best else ())]):
+        for wall in dict.fromkeys([base["wall"], *([*MOVES][1:] if best else ())]):
             tried = [words for words in MOVES[wall] if best or LARGER not in words]
             moves = [self.candidate(self.moved(base, words), f"{wall}: {words}") for words in tried]
             fitting = [row for row in moves if row and self.fits(row)]
@@ -267,7 +258,7 @@ class Tuning:
             row["rates"].append(row[RATE])
             row[RATE] = statistics.median(row["rates"])
         except Exception as error:  # whatever a job, its trace or the system may raise
-            row["error"] = reason(error)
+            row["error"] = reason(error).partition(". Tried to allocate")[0]
         row["seconds"].append(round(time.monotonic() - started, 1))
         self.rows += [] if row in self.rows else [row]
         done = measured(self.rows)
@@ -305,6 +296,10 @@ def trained(config: RunConfig, words: Sequence[str], limit_s: float) -> Row:
 
 def measured(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["error"] is None]
+
+
+def too_large(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if TOO_LARGE.search(row["error"] or "")]
 
 
 def changes_of(words: str) -> Changes:

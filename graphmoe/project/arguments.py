@@ -69,9 +69,7 @@ MISSPELT = 0.7
 """Similarity from which a word is a misspelt key of the tool; a run's keys and groups are less similar."""
 
 
-def split_words(
-    argv: Sequence[str], cls: type, prog: str, examples: Sequence[str]
-) -> tuple[list[str], list[str]]:
+def split_words(argv: Sequence[str], cls: type, prog: str, examples: Sequence[str]) -> list[list[str]]:
     """Return a tool's words and those of a run; --help and --version exit. *Raises* ConfigError."""
     hints, with_all = typing.get_type_hints(cls), "--help=all" in argv
     if with_all or wants_help(argv):
@@ -82,7 +80,7 @@ def split_words(
     check_words(argv, [*hints])
     words = run_words(argv, hints)
     own = [word for word in words if word.partition("=")[0] in hints]
-    return own, [word for word in words if word not in own]
+    return [own, [word for word in words if word not in own]]
 
 
 def check_words(words: Sequence[str], keys: Sequence[str]) -> None:

@@ -44,6 +44,7 @@ TOO_LARGE = re.compile(r"out of memory|OutOfMemory|take (at least )?[\d.]+ GiB",
 SETTINGS = (
     "optim.lr=1e-6", "train.tokens=null", "train.epochs=null", "checkpoint.resume_from=null",
     "launch.max_restarts=0", "launch.write_only=false", "log.wandb=false", "log.mlflow=false",
+    "profile.ranks=[0]",
 )  # fmt: skip
 """Keys of every job. At so small a learning rate, routing stays that of the initial weights."""
 LARGER, SYMM, CAPTURED = "train.micro_batch_size=*2", "moe.dispatcher=symm", "graph.scope=full_iteration"

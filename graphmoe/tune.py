@@ -133,18 +133,17 @@ class Tuning:
         fixed = fixed_keys([*words, *([] if args.try_fp8 else [FP8])])
         self.fixed = fixed.union(*(IMPLIED.get(key.partition(".")[0], ()) for key in fixed))
         self.path, self.ends = args.out / "tune.json", time.monotonic() + 60 * args.minutes
-        self.rows: list[Row] = []
+        about = {"words": self.words, "device": device_name(device), "num_ranks": self.plan.num_ranks}
+        self.document: dict[str, Any] = {**about, "rows": [], "winner": None}
+        if self.path.exists():
+            self.document = read_json(self.path, dict[str, Any])
+        if {key: self.document.get(key) for key in about} != about:
+            raise ConfigError(f"{self.path} is of another run or device; name another folder by out=...")
+        self.rows: list[Row] = self.document["rows"]
         self.given: Changes = {}
         first = self.candidate({}, "given")
         assert first is not None
         self.given, self.first = first["resolved"], first | {"resolved": {}}
-        about = {"words": self.words, "device": device_name(device), "num_ranks": self.plan.num_ranks}
-        self.document: dict[str, Any] = {**about, "rows": self.rows, "winner": None}
-        if self.path.exists():
-            self.document = read_json(self.path, dict[str, Any])
-            if {key: self.document.get(key) for key in about} != about:
-                raise ConfigError(f"{self.path} is of another run or device; name another folder by out=...")
-            self.rows = self.document["rows"]
 
     def run(self) -> None:
         """Measure the run as given, proposals, and moves while they gain; then repeat the best two."""
@@ -223,7 +222,7 @@ class Tuning:
         from graphmoe.project.document import project
 
         changes = {k: v for k, v in sorted(changes.items()) if self.given.get(k, "none") != v}
-        if any(row["changes"] == changes for row in self.rows):
+        if self.given and any(row["changes"] == changes for row in self.rows):
             return None
         words = [f"{key}={value}" for key, value in changes.items()]
         given = [*self.words, *([] if fixed_keys(self.words) & NAMES_DATA else [DATA]), *SETTINGS]
@@ -275,24 +274,19 @@ class Tuning:
 
 def trained(config: RunConfig, words: Sequence[str], limit_s: float) -> Row:
     """Run a job; return its tokens/s/GPU, GiB and wall. *Raises* what the job or its trace may."""
-    import torch
-
     from graphmoe.bench import jobs
     from graphmoe.trace.summary import summarise, wall_of
 
-    found, share = jobs.train(words, limit_s), None
+    found = jobs.train(words, limit_s)
     assert found.trace is not None
     timed, summary = found.steps[-TIMED - RECORDED : -RECORDED], summarise(found.trace, 1)
     numbers = jobs.numbers_of_run(config, config.launch.nproc, timed, found.summary)
-    gib, step_ms = max(numbers["peak_gib"], numbers["device_gib"]), numbers["median_ms"]
-    if config.run.device.value == "cuda":
-        share = gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
     if summary.idle is not None:  # while it records, the profiler slows the host
-        idle = max(0.0, 1 - (1 - summary.idle) * summary.step_ms / step_ms)
-        summary = replace(summary, step_ms=step_ms, idle=idle)
-    wall = wall_of(summary, share)
+        busy_ms, step_ms = (1 - summary.idle) * summary.step_ms, numbers["median_ms"]
+        summary = replace(summary, step_ms=step_ms, idle=max(0.0, 1 - busy_ms / step_ms))
+    wall = wall_of(summary)
     named = {"wall": wall.name, "why_wall": wall.why} if wall else {"wall": "compute"}  # a CPU computes
-    return {RATE: numbers["tokens_per_s"], "gib": gib, **named}
+    return {RATE: numbers["tokens_per_s"], "gib": max(numbers["peak_gib"], numbers["device_gib"]), **named}
 
 
 def measured(rows: Sequence[Row]) -> list[Row]:

@@ -48,11 +48,12 @@ SETTINGS = (
 )  # fmt: skip
 """Keys of every job. At so small a learning rate, routing stays that of the initial weights."""
 LARGER, SYMM, CAPTURED = "train.micro_batch_size=*2", "moe.dispatcher=symm", "graph.scope=full_iteration"
-LITTLE, MORE = "recompute.ops=[layernorm]", "recompute.ops=[layernorm,mla_up_proj,core_attn]"
-OVERLAPPED = f"{SYMM} pipeline.ep_overlap=true"
+LITTLE, MORE = "recompute.ops=[layernorm]", "recompute.ops=[layernorm,mla_up_proj]"
+ATTENTION, OVERLAPPED = "recompute.ops=[layernorm,core_attn]", f"{SYMM} pipeline.ep_overlap=true"
 MOVES = {
-    "memory": (f"{LARGER} {LITTLE}", LITTLE, f"{LARGER} {MORE}", MORE, "recompute.all=true",
-               "pipeline.schedule=zbv", "parallel.ep=*2", "train.micro_batch_size=/2"),
+    "memory": (f"{LARGER} {LITTLE}", LITTLE, f"{LARGER} {MORE}", MORE, f"{LARGER} {ATTENTION}",
+               ATTENTION, "recompute.all=true", "pipeline.schedule=zbv", "parallel.ep=*2",
+               "train.micro_batch_size=/2"),
     "exchange": (f"{OVERLAPPED} {CAPTURED}", OVERLAPPED, SYMM, f"{SYMM} moe.balance=replicas",
                  f"{SYMM} moe.transport=copy_engine", LARGER, "parallel.ep=/2"),
     "host": (CAPTURED, f"{SYMM} {CAPTURED}", "graph.scope=layer", "graph.scope=partial", LARGER),
@@ -144,6 +145,7 @@ class Tuning:
         first = self.candidate({}, "given")
         assert first is not None
         self.given, self.first = first["resolved"], first | {"resolved": {}}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
         """Measure the run as given, proposals, and moves while they gain; then repeat the best two."""
@@ -267,7 +269,6 @@ class Tuning:
         if best := max(done, key=lambda row: (len(row["rates"]), row[RATE]), default=None):
             words = " ".join(f"{key}={value}" for key, value in best["changes"].items())
             self.document["winner"] = arguments.train_command(self.words, words, self.plan)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.document)
         log.info("[%d] %s", len(self.rows), [*table(COLUMNS, [row])][2])
 

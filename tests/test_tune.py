@@ -14,17 +14,34 @@ import pytest
 from graphmoe import tune
 from graphmoe.bench import jobs
 from graphmoe.bench.cases import CaseFailed
+from graphmoe.bench.jobs import compose_config
 from graphmoe.command.errors import known_keys
 from graphmoe.config.arguments import run_tool
+from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.host.signals import Interrupted
+from graphmoe.trace.events import read_trace
+from tests.kineto import two_steps
 from tests.runs import ROOT
 
-composed = functools.cache(jobs.compose_config)
 GIVEN = ("model=tiny", "train.global_batch_size=64")
 SPEEDS = {"none": 1.0, "partial": 1.05, "layer": 1.08, "full_iteration": 1.2}
 OUT_OF_MEMORY = CaseFailed(
     "the job's process ended with status 1: torch.OutOfMemoryError: CUDA out of memory."
 )
+
+
+@functools.cache
+def composed_once(*words):
+    try:
+        return compose_config(*words)
+    except ConfigError as error:
+        return error
+
+
+def composed(*words):
+    if isinstance(found := composed_once(*words), ConfigError):
+        raise found
+    return found
 
 
 def simulated(values):
@@ -155,7 +172,7 @@ def interrupted_at(number):
     return machine
 
 
-def test_an_interrupted_climb_keeps_its_rows_and_resumes(tuned):
+def test_a_finished_climb_is_not_repeated_nor_mixed(tuned):
     whole = tuned(*GIVEN, "recompute=none")
     whole_rows = [row["name"] for row in whole.document["rows"]]
     assert tuned(*GIVEN).status == 2  # the folder has the rows of other words
@@ -165,7 +182,7 @@ def test_an_interrupted_climb_keeps_its_rows_and_resumes(tuned):
     )
 
 
-def test_interrupt_and_resume(tuned):
+def test_an_interrupted_climb_keeps_its_rows_and_resumes(tuned):
     first = tuned(*GIVEN, machine=interrupted_at(3))
     assert first.status == 128 + signal.SIGTERM and len(first.document["rows"]) == 3
     assert first.document["winner"] in first.out
@@ -213,6 +230,17 @@ def test_bad_words_are_answered_by_one_error(tuned, capsys, words, says):
 def test_every_move_sets_keys_of_a_run():
     keys = {key for moves in tune.MOVES.values() for words in moves for key in tune.changes_of(words)}
     assert keys | tune.USELESS.keys() <= {*known_keys()}
+
+
+@pytest.mark.parametrize(("step_ms", "exposed"), [(0.75, "13.3%"), (0.7, "14.3%")])
+def test_a_row_has_medians_and_the_wall_at_their_pace(monkeypatch, tmp_path, step_ms, exposed):
+    trace = read_trace(two_steps().write(tmp_path / "a.json"))  # recorded steps take 0.95 ms, 0.1 exposed
+    steps = [{"step_s": each} for each in (9.0, *[step_ms / 1e3] * tune.TIMED, *[9.0] * tune.RECORDED)]
+    found = jobs.Trained(steps, {"peak_memory_gib": 2.0, "device_memory_gib": 4.0}, {}, trace)
+    monkeypatch.setattr(jobs, "train", lambda words, limit_s: found)
+    row = tune.trained(composed(*GIVEN), [], 1.0)
+    assert row[tune.RATE] == pytest.approx(64 * 256 / step_ms * 1e3) and row["gib"] == 4.0
+    assert row["wall"] == "exchange" and f"exposed for {exposed} of the step" in row["why_wall"]
 
 
 @pytest.mark.slow

@@ -64,8 +64,9 @@ MOVES = {
 
 ``*2`` and ``/2`` change the present value, and a key of recompute replaces all of them.
 """
-USELESS = {  # keys without effect, with the value of another key that makes them so
+USELESS = {  # keys that gain nothing, with the value of a key that makes them so
     "pipeline.schedule": "parallel.pp=1", "moe.experts": "run.device=cpu",
+    "graph.scope": "graph.scope=full_iteration",  # nothing is left to capture
     "moe.transport": "pipeline.ep_overlap=true",  # which uses copy engines anyway
 }  # fmt: skip
 IMPLIED = {"graph": {"graph.scope"}, "recompute": {"recompute.all", "recompute.ops"}}
@@ -127,8 +128,8 @@ class Tuning:
         card = args.hardware
         with contextlib.suppress(ConfigError):  # nothing is projected for a card without rates
             card = card or (card_of_device(device).name if device.type == "cuda" else None)
-        self.plan = ProjectArgs(card or "", search=True, top=args.top, try_fp8=args.try_fp8)
-        arguments.check(replace(self.plan, hardware=card or "h200"), words)
+        self.plan = ProjectArgs(card or "h200", search=True, top=args.top, try_fp8=args.try_fp8)
+        arguments.check(self.plan, words)
         self.plan.place(launch, frozenset({"launch.nproc"}))
         self.card_gb = self.plan.card.memory_gb if card else math.inf
         fixed = fixed_keys([*words, *([] if args.try_fp8 else [FP8])])
@@ -176,10 +177,12 @@ class Tuning:
 
     def proposals(self) -> list[Changes]:
         """Return the changes that the projection ranks first and that leave a margin of memory."""
+        if self.card_gb == math.inf:
+            return []
         from graphmoe.project.search import search
 
         words, lines = [*self.words, f"{GLOBAL_BATCH}={self.config.train.global_batch_size}"], list[Row]()
-        with contextlib.suppress(ConfigError):  # no card, or a plug-in, whose costs are unknown
+        with contextlib.suppress(ConfigError):  # such as a plug-in, whose costs are unknown
             fixed = fixed_keys([*words, "launch.nproc="])
             found = search(arguments.completed(self.config, self.plan, fixed), self.plan, words)
             lines = [line for line in (*found["shapes"][:2], *found["best"]) if line["fits_with_margin"]]
@@ -206,7 +209,7 @@ class Tuning:
         return None
 
     def moved(self, row: Row, words: str) -> Changes:
-        """Return a row's changes after a move; none if that sets a fixed key or one without effect."""
+        """Return a row's changes after a move; none if that sets a fixed key or a useless one."""
         changes, now = dict(row["changes"]), self.given | row["resolved"]
         for key, value in changes_of(words).items():
             other, _, useless = USELESS.get(key, "run.device=").partition("=")
@@ -240,10 +243,10 @@ class Tuning:
             return None
         row = {"name": " ".join(words) or "as given", "why": why, "changes": changes, "resolved": keys}
         row |= case.row | {"projected_gb": None, "projected_rate": None, "rates": [], "seconds": []}
-        with contextlib.suppress(ConfigError):  # no card, or a plug-in, whose costs are unknown
-            document = project(case.config, self.plan)
-            gb, row["projected_rate"] = document["memory_gb"]["total"], document[RATE]
-            row["projected_gb"] = gb
+        with contextlib.suppress(ConfigError):  # such as a plug-in, whose costs are unknown
+            if self.card_gb < math.inf:
+                document = project(case.config, self.plan)
+                row |= {"projected_gb": document["memory_gb"]["total"], "projected_rate": document[RATE]}
         return row | {"error": None}
 
     def measure(self, row: Row) -> None:

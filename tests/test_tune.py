@@ -89,6 +89,10 @@ def test_the_climb_reaches_the_best_by_walls_and_stops(tuned, tmp_path):
     assert best[tune.RATE] == pytest.approx(1000 * 1.2 * 16 / 20) and best["gain"] == pytest.approx(0.92)
     # the best two are repeated in turns, and every other job ran once
     assert [len(row["rates"]) for row in rows].count(1 + tune.ROUNDS) == 2
+    assert {row["changes"].get("graph.scope") for row in rows} == {
+        None,
+        "full_iteration",
+    }  # not layer after it
     assert len(found.jobs) == len(rows) + 2 * tune.ROUNDS
     assert len({row["name"] for row in rows}) == len(rows) < 16
     command = found.document["winner"]

@@ -73,8 +73,8 @@ IMPLIED = {"graph": {"graph.scope"}, "recompute": {"recompute.all", "recompute.o
 """Keys that are fixed with any key of their section."""
 RATE = "tokens_per_s_per_gpu"
 COLUMNS = (
-    "candidate: {name} | tokens/s/GPU: {tokens_per_s_per_gpu:,.0f} | GiB: {gib:.1f} | wall: {wall} | "
-    "gain: {gain:+.1%} | tried because: {why}"
+    "row: {number} | candidate: {name} | tokens/s/GPU: {tokens_per_s_per_gpu:,.0f} | GiB: {gib:.1f} | "
+    "wall: {wall} | gain: {gain:+.1%} | tried because: {why}"
 )
 Changes = dict[str, str]  # a candidate's overrides by key, beside the user's
 Row = dict[str, Any]  # a candidate with what its jobs measured, or the error
@@ -198,11 +198,12 @@ class Tuning:
         if not (best or too_large(self.rows)):
             return None
         base = best or too_large(self.rows)[-1] | {"wall": "memory"}
-        least = PLAUSIBLE * (base["projected_rate"] or 0.0) if best else 0.0
+        rate = (best and best["projected_rate"]) or 0.0
         for wall in dict.fromkeys([base["wall"], *([*MOVES][1:] if best else ())]):
             tried = [words for words in MOVES[wall] if best or LARGER not in words]
             moves = [self.candidate(self.moved(base, words), f"{wall}: {words}") for words in tried]
             fitting = [row for row in moves if row and self.fits(row)]
+            least = (PLAUSIBLE if wall == base["wall"] else NOISE) * rate  # of other walls only what is sure
             quick = [row for row in fitting if (row["projected_rate"] or math.inf) > least]
             if quick:
                 return max(quick, key=lambda row: float(row["projected_rate"] or 0.0))
@@ -247,7 +248,7 @@ class Tuning:
             if self.card_gb < math.inf:
                 document = project(case.config, self.plan)
                 row |= {"projected_gb": document["memory_gb"]["total"], "projected_rate": document[RATE]}
-        return row | {"error": None}
+        return {"number": len(self.rows) + 1, **row, "error": None}
 
     def measure(self, row: Row) -> None:
         """Run a job of the row, unless it has no chance; save all rows."""
@@ -273,7 +274,7 @@ class Tuning:
             words = " ".join(f"{key}={value}" for key, value in best["changes"].items())
             self.document["winner"] = arguments.train_command(self.words, words, self.plan)
         write_json(self.path, self.document)
-        log.info("[%d] %s", len(self.rows), [*table(COLUMNS, [row])][2])
+        log.info("%s", [*table(COLUMNS, [row])][2])
 
 
 def trained(config: RunConfig, words: Sequence[str], limit_s: float) -> Row:
@@ -312,13 +313,13 @@ def written(path: Path, command: str, document: dict[str, Any]) -> list[str]:
     from graphmoe.web_page import grid, paragraph, table, write_page
 
     lines, done = [*cases.table(COLUMNS, document["rows"])], measured(document["rows"])
-    names, fastest = [row["name"] for row in done], document["winner"] or "no candidate ran"
+    names, fastest = [f"row {row['number']}" for row in done], document["winner"] or "no candidate ran"
     charts = [
         bar_chart(unit, f"{unit} of each candidate", {unit: [row[key] for row in done]}, names, unit, unit)
         for unit, key in (("tokens/s/GPU", RATE), ("GiB", "gib"))
     ]
     head, _, *cells = [line[2:-2].split(" | ") for line in lines[:-1]]
-    content = grid(charts) + table(head, cells, numbers_from=1, numbers_to=3)
+    content = grid(charts) + table(head, cells, numbers_from=2, numbers_to=4)
     header = paragraph(f"`{command}`") + paragraph(f"Fastest: `{fastest}`")
     title = f"graphmoe: tuned on {document['num_ranks']} x {document['device']}"
     write_page(path, title, header, [("", content)])

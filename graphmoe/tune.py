@@ -199,7 +199,8 @@ class Tuning:
             return None
         base = best or too_large(self.rows)[-1] | {"wall": "memory"}
         rate = (best and best["projected_rate"]) or 0.0
-        for wall in dict.fromkeys([base["wall"], *([*MOVES][1:] if best else ())]):
+        others = [wall for wall in MOVES if best and wall != "memory"]  # whose moves cost speed
+        for wall in dict.fromkeys([base["wall"], *others]):
             tried = [words for words in MOVES[wall] if best or LARGER not in words]
             moves = [self.candidate(self.moved(base, words), f"{wall}: {words}") for words in tried]
             fitting = [row for row in moves if row and self.fits(row)]
@@ -254,12 +255,10 @@ class Tuning:
         """Run a job of the row, unless it has no chance; save all rows."""
         from graphmoe.bench.cases import reason, table
 
-        started = time.monotonic()
+        started, gb = time.monotonic(), row["projected_gb"] or 0.0
         try:
-            if (row["projected_gb"] or 0.0) > self.card_gb:
-                raise ConfigError(
-                    f"out of memory: projected {row['projected_gb']:.1f} of {self.card_gb:g} GB"
-                )
+            if gb > self.card_gb:
+                raise ConfigError(f"out of memory: projected {gb:.1f} of {self.card_gb:g} GB")
             row |= trained(self.config, row["overrides"], max(self.ends - started, LIMIT_S))
             row["rates"].append(row[RATE])
             row[RATE] = statistics.median(row["rates"])

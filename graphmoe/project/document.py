@@ -16,7 +16,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
-from graphmoe.training.memory import PlaceMemory, memory_of_places
+from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, memory_of_places
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
@@ -24,8 +24,6 @@ NOT_COUNTED = (
     "workspaces of matrix products and attention",
     f"{FLUSH_BYTES // 2**20} MiB that moe.experts=auto clears while it times kernels, before the first step",
 )
-MEMORY_ERROR = 0.05
-"""Share of a peak by which a projection may be wrong; the bench suite projection calls more a miss."""
 BF16 = 2
 NEAR = "near the limit"
 

@@ -1,0 +1,199 @@
+"""Automatic keys: what each becomes on a run's devices, decided once, where the run is composed."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from graphmoe.config.formats import FORMATS, Gpu, automatic_format
+from graphmoe.config.ranges import spelled
+from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
+from graphmoe.ops.fp8 import gpu_of
+from graphmoe.ops.grouped_mm import has_grouped_kernel
+from graphmoe.plan.costs.hardware import GPUS_PER_NODE
+from graphmoe.plan.costs.sizes import refuse_unknown
+from graphmoe.plan.experts import experts_of, has_experts
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import dtype_of, plan_of
+from graphmoe.plan.rules import auto, check, violations
+from graphmoe.plan.rules.auto import AUTO, DISPATCHER, FP8, OVERLAP, SCOPE, SIZE, undecided, with_values
+from graphmoe.runtime.launch.nodes import num_nodes, num_ranks
+from graphmoe.segments import EXPERTS_STAGE, FULL_ITERATION, lowest_stage
+from graphmoe.training.memory import MEMORY_ERROR, memory_of_places
+
+SIZES = (16, 8, 4, 2, 1)
+ROUNDS = 4  # micro-batches for each rank of a pipeline, so that its bubble is short
+SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # lets ranks of one GPU share memory in torch
+
+
+class Machine(NamedTuple):
+    """What automatic keys depend on beside the configuration."""
+
+    num_ranks: int
+    per_node: int  # ranks
+    gpu: Gpu | None = None  # the device of each rank; None: a CPU
+    memory: float = 0.0  # bytes of a device
+    has_peers: bool = True  # each GPU of a node can map the memory of the others
+    is_here: bool = False  # the GPUs are this process's
+
+
+def this_machine(config: RunConfig) -> Machine:
+    """Return the devices of a run, or those that its dry run stands for. Makes no context on a GPU."""
+    launch, world, nodes = config.launch, config.launch.fake_world, config.launch.nodes
+    if world is not None:
+        gpu = Gpu("gfx942") if torch.version.hip else Gpu(major=9, cuda=(12, 9))
+        per_node = launch.nproc if launch.nproc > 1 else min(GPUS_PER_NODE, world)
+        return Machine(world, per_node, gpu, launch.fake_memory_gb * 2**30)
+    if nodes == AUTO:
+        nodes = num_ranks() // launch.nproc if "LOCAL_RANK" in os.environ else num_nodes()
+    sizes = launch.nproc * nodes, launch.nproc
+    if config.run.device is DeviceChoice.cpu or not torch.cuda.is_available():
+        return Machine(*sizes)
+    count, device = torch.cuda.device_count(), torch.device("cuda", 0)
+    has_peers = launch.nproc <= count or os.environ.get(SHARED_GPUS) == "1"
+    has_peers &= all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(a))
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return Machine(*sizes, gpu_of(device), memory, has_peers, is_here=True)
+
+
+def decided(
+    config: RunConfig, machine: Machine | None = None, earlier: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Return a resolved configuration with automatic keys decided; ``run.auto`` says how.
+
+    ``machine`` is by default this one. Values of ``earlier``, of the run that this one continues, are kept if
+    rules allow them. *Raises* ConfigError if rules refuse what was decided.
+    """
+    if not (keys := undecided(config)):
+        return config
+    why, kept = dict[str, str](), {key: value for key, value in (earlier or {}).items() if key in keys}
+    if kept and not violations(with_values(config, kept)):
+        config, why = with_values(config, kept), dict.fromkeys(kept, "as before")
+    found, reasons = decisions(config, machine or this_machine(config))
+    check(found)
+    shown = ((key, spelled(auto.value_of(found, key)), (reasons | why).get(key)) for key in keys)
+    notes = [f"{key}={value}{because and f' ({because})' or ''}" for key, value, because in shown]
+    return with_values(found, {"run.auto": notes})
+
+
+def decisions(config: RunConfig, machine: Machine) -> tuple[RunConfig, dict[str, str]]:
+    """Return the configuration with automatic keys decided but not checked, and reasons by key."""
+    why, launch = dict[str, str](), config.launch
+    if launch.fake_world is None:  # rules then know the number of ranks
+        config = with_values(config, {"launch.nodes": machine.num_ranks // machine.per_node})
+    if config.precision.fp8 == AUTO:
+        config = with_values(config, {FP8: _format(machine.gpu)})
+    if config.moe.dispatcher == AUTO:
+        choice, why[DISPATCHER] = _dispatcher(config, machine)
+        config = with_values(config, {DISPATCHER: choice})
+    config = with_values(config, {"moe.balance": experts_of(config).balance})
+    if config.graph.scope == AUTO:
+        scopes = (FULL_ITERATION, "partial") if machine.gpu else ()
+        allowed = (scope for scope in scopes if _allows(config, {SCOPE: scope}, machine))
+        config = with_values(config, {SCOPE: next(allowed, "none")})
+    if {OVERLAP, SIZE} & {*undecided(config)}:
+        is_automatic = config.train.micro_batch_size == AUTO
+        values, memory = _overlap_and_size(config, machine)
+        config, why = with_values(config, values), why | ({SIZE: memory} if is_automatic else {})
+    return replace(_with_stage(config), launch=launch), why
+
+
+def _format(gpu: Gpu | None) -> str:
+    if gpu and (name := automatic_format(gpu)):
+        return name
+    this = "is on a CPU" if gpu is None else f"has GPUs of {gpu.gfx or f'compute capability {gpu.major}'}"
+    raise ConfigError(f"{FP8}=auto needs {FORMATS['rowwise'].needs}, and this run {this}; use {FP8}=none")
+
+
+def _dispatcher(config: RunConfig, machine: Machine) -> tuple[str, str]:
+    ranks = config.parallel.ep * config.parallel.etp
+    if ranks == 1:
+        return "local", "each rank has all experts"
+    if machine.gpu is None:
+        return "alltoall", "no GPU"
+    if machine.num_ranks > machine.per_node and machine.per_node % ranks:
+        return "alltoall", f"{ranks} ranks on several nodes"
+    if not machine.has_peers:
+        return "alltoall", "GPUs cannot map each other's memory"
+    return "symm", f"{ranks} ranks of one node"
+
+
+def _allows(config: RunConfig, values: Mapping[str, Any], machine: Machine) -> bool:
+    """Return whether rules report no more with the values than with these keys undecided."""
+    found = with_values(config, values)
+    if machine.is_here:
+        try:
+            refuse_waiting_experts(_with_stage(found), torch.device("cuda", 0))
+        except ConfigError:
+            return False
+    return len(violations(found)) <= len(violations(config))
+
+
+def _with_stage(config: RunConfig) -> RunConfig:
+    stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
+    return (
+        with_values(config, {"moe.sync_free_stage": stage}) if config.moe.sync_free_stage == AUTO else config
+    )
+
+
+def _overlap_and_size(config: RunConfig, machine: Machine) -> tuple[dict[str, Any], str]:
+    """Return the first allowed pair that fits, overlap and larger sizes first; and its memory in words."""
+    pipeline, given, pp = config.pipeline, config.train.micro_batch_size, config.parallel.pp
+    last, larger = {OVERLAP: pipeline.ep_overlap is True, SIZE: auto.assumed_size(config)}, ""
+    if machine.gpu is None:
+        return last, "no GPU"
+    batch, most = config.train.global_batch_size, SIZES[0]
+    try:
+        batch //= Layout.of(config.parallel, machine.num_ranks).dp
+        refuse_unknown(config)
+    except ConfigError:
+        most = auto.MICRO_BATCH_SIZE
+    sizes = [size for size in SIZES if size <= most and batch % size == 0]
+    if given != AUTO or pipeline.microbatches:
+        sizes = [batch // pipeline.microbatches or 1] if given == AUTO else [given]
+    # overlap is measured for symm without a pipeline (docs/benchmarks/README.md)
+    gains = config.moe.dispatcher == "symm" and pp == 1
+    overlaps = [True] * gains + [False] if pipeline.ep_overlap == AUTO else [pipeline.ep_overlap]
+    pairs = [{OVERLAP: on, SIZE: size} for on in overlaps for size in sizes]
+    least = ROUNDS * pp if pp > 1 else 1
+    pairs = [pair for pair in pairs if batch // pair[SIZE] >= max(least, 1 + pair[OVERLAP])]
+    last[SIZE], memory = sizes[-1], "its memory is not projected"
+    for pair in [pair for pair in pairs if _allows(config, pair, machine)] or [last]:
+        try:
+            total = _needed(with_values(config, pair), machine)
+        except ConfigError:
+            return pair, memory
+        last, memory = pair, f"{total / 1e9:.1f} of {machine.memory / 1e9:.1f} GB{larger}"
+        if total <= (1 - MEMORY_ERROR) * machine.memory:
+            break
+        larger = f"; {pair[SIZE]} would need {total / 1e9:.1f}"
+    return last, memory
+
+
+def _needed(config: RunConfig, machine: Machine) -> float:
+    assert machine.gpu
+    refuse_unknown(config)
+    plan = plan_of(_with_stage(config), machine.num_ranks)
+    return max(place.total for place in memory_of_places(plan, on_nvidia=not machine.gpu.gfx))
+
+
+def refuse_waiting_experts(config: RunConfig, device: torch.device) -> None:
+    """Raise ConfigError if the experts' GEMMs would sync although moe.sync_free_stage forbids it."""
+    stage, scope, dtype = config.moe.sync_free_stage, config.graph.scope, dtype_of(config.precision.compute)
+    waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
+    if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
+        return
+    needed = [] if experts_of(config).fuses_experts else ["compile.enabled=true with the pass fuse_experts"]
+    if config.moe.experts == "torch":
+        needed.append("moe.experts=auto")
+    if not needed:
+        return
+    half = "precision.compute=bf16, " if has_grouped_kernel(torch.bfloat16, device) else ""
+    lower = "graph.scope=none with " if lowest_stage(scope) >= EXPERTS_STAGE else ""
+    raise ConfigError(
+        f"moe.sync_free_stage={stage} (graph.scope={scope} needs {lowest_stage(scope)}): the experts "
+        f"must not wait for the host, but torch's grouped GEMMs in {dtype} do on this device; use "
+        f"{' and '.join(needed)}, {half}or {lower}moe.sync_free_stage=auto"
+    )

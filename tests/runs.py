@@ -33,6 +33,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.plan.plan import plan_of
 from graphmoe.run.metrics_file import BESIDE_STEPS
 from graphmoe.runtime.host.logs import Progress
+from graphmoe.training.auto import decided
 from graphmoe.training.setup import build_trainer
 from tests.forked import FORKS
 
@@ -77,7 +78,7 @@ def config(*overrides):
 
 @functools.cache
 def _composed(overrides):
-    return to_config(OmegaConf.from_dotlist([*TINY, *overrides]))
+    return decided(to_config(OmegaConf.from_dotlist([*TINY, *overrides])))
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.rules import resolve
 from graphmoe.project.document import MEMORY_ERROR, projected
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 from graphmoe.trace.summary import largest, summarise
@@ -247,7 +246,7 @@ def projected_run(
     """Project a run: return memory by pipeline position, and the step's times. *Raises* ConfigError."""
     if config.precision.compute is ComputeDtype.auto:
         config = replace(config, precision=replace(config.precision, compute=ComputeDtype.bf16))
-    return projected(plan_of(resolve(config), num_ranks), card, rates)
+    return projected(plan_of(config, num_ranks), card, rates)
 
 
 def errors_of(places: Sequence[PlaceMemory], step: Row, measured: Row) -> Row:

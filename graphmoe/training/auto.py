@@ -1,5 +1,6 @@
 """Automatic keys: what each becomes on a run's devices, decided once, where the run is composed."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,9 +69,10 @@ def decided(
     """
     if not (keys := undecided(config)):
         return config
-    why, kept = dict[str, str](), {key: value for key, value in (earlier or {}).items() if key in keys}
-    if kept and not violations(with_values(config, kept)):
-        config, why = with_values(config, kept), dict.fromkeys(kept, "as before")
+    why = dict[str, str]()
+    with contextlib.suppress(TypeError, ValueError):  # of values in a damaged file
+        if earlier and not violations(kept := with_values(config, earlier)):
+            config, why = kept, dict.fromkeys(earlier, "as before")
     found, reasons = decisions(config, machine or this_machine(config))
     check(found)
     shown = ((key, spelled(auto.value_of(found, key)), (reasons | why).get(key)) for key in keys)
@@ -152,7 +154,7 @@ def _overlap_and_size(config: RunConfig, machine: Machine) -> tuple[dict[str, An
         most = auto.MICRO_BATCH_SIZE
     sizes = [size for size in SIZES if size <= most and batch % size == 0]
     if given != AUTO or pipeline.microbatches:
-        sizes = [batch // pipeline.microbatches or 1] if given == AUTO else [given]
+        sizes = [batch // (pipeline.microbatches or 1) or 1] if given == AUTO else [given]
     # overlap is measured for symm without a pipeline (docs/benchmarks/README.md)
     gains = config.moe.dispatcher == "symm" and pp == 1
     overlaps = [True] * gains + [False] if pipeline.ep_overlap == AUTO else [pipeline.ep_overlap]

@@ -57,10 +57,9 @@ def presumed(config: RunConfig) -> RunConfig:
     if config.parallel.ep * config.parallel.etp > 1:
         near = with_values(config, {DISPATCHER: "symm"})
         values[DISPATCHER] = "alltoall" if any(one_node_rules(near)) else "symm"
-    found = with_values(
-        config, {key: value for key, value in values.items() if value_of(config, key) == AUTO}
-    )
-    return found if SIZE not in undecided(config) else with_values(found, {"pipeline.microbatches": None})
+    if SIZE in (keys := undecided(config)):
+        config = with_values(config, {"pipeline.microbatches": None})
+    return with_values(config, {key: value for key, value in values.items() if key in keys})
 
 
 def undecided(config: RunConfig) -> list[str]:

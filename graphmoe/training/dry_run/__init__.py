@@ -193,9 +193,12 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
 def _say_what_is_left_out(config: RunConfig) -> None:
     if config.compile.enabled:
         log.info("dry run: segments are traced, rewritten and cut as in a compiled run, but not compiled")
-    if config.graph.scope != "none":
+    if config.run.auto:
+        log.info("auto: %s", ", ".join(config.run.auto))
+    automatic = {note.partition("=")[0] for note in config.run.auto}
+    if config.graph.scope != "none" and "graph.scope" not in automatic:
         log.warning("graph.scope=%s has no effect on a dry run: nothing is captured", config.graph.scope)
-    if config.pipeline.ep_overlap and config.parallel.pp == 1:
+    if config.pipeline.ep_overlap and config.parallel.pp == 1 and "pipeline.ep_overlap" not in automatic:
         log.warning("pipeline.ep_overlap=true overlaps nothing in a dry run, which runs one micro-batch")
     elif config.pipeline.ep_overlap:
         log.info(

@@ -20,7 +20,7 @@ from tests.runs import ROOT, config
 
 COMPILED = "compile.enabled=true"
 DECISIONS = {
-    "Layout.of", "arrivals_of", "balanced_load", "dispatcher_of", "experts_of", "num_micro_batches",
+    "Layout.of", "arrivals_of", "balanced_load", "experts_of", "num_micro_batches",
     "pipeline_of", "Recompute.of", "routed_tokens", "transport_of_run",
 }  # fmt: skip
 

@@ -53,10 +53,10 @@ def auto_rules(config: RunConfig) -> Iterator[str]:
 
 def presumed(config: RunConfig) -> RunConfig:
     """Return a copy with values of undecided keys that rules refuse only if they refuse all values."""
+    near = with_values(config, {DISPATCHER: "symm"})
+    dispatcher = "local" if config.parallel.ep * config.parallel.etp == 1 else "symm"
     values: dict[str, Any] = {FP8: "rowwise", SCOPE: "none", OVERLAP: False, SIZE: 1}
-    if config.parallel.ep * config.parallel.etp > 1:
-        near = with_values(config, {DISPATCHER: "symm"})
-        values[DISPATCHER] = "alltoall" if any(one_node_rules(near)) else "symm"
+    values[DISPATCHER] = "alltoall" if any(one_node_rules(near)) else dispatcher
     if SIZE in (keys := undecided(config)):
         config = with_values(config, {"pipeline.microbatches": None})
     return with_values(config, {key: value for key, value in values.items() if key in keys})

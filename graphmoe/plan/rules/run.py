@@ -22,7 +22,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.experts import dispatcher_of, experts_of, has_experts, runs_pass
+from graphmoe.plan.experts import experts_of, has_experts, runs_pass
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.auto import assumed_size
 from graphmoe.plan.rules.parallel import seq_len_of
@@ -208,7 +208,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
                 f"{key} needs the passes {', '.join(off)}, which passes.enabled or passes.disabled "
                 f"leaves out; let them run, or use precision.fp8=none"
             )
-    if config.compile.enabled and in_fp8 and dispatcher_of(config.moe, config.parallel) == "alltoall":
+    if config.compile.enabled and in_fp8 and config.moe.dispatcher == "alltoall":
         yield (
             f"{key} needs compiled experts, which moe.dispatcher=alltoall does not have; use "
             f"moe.dispatcher=symm{without}"

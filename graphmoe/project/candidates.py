@@ -1,6 +1,7 @@
 """Candidates of a search: layouts of a number of ranks, schedules, and kinds of recompute."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.plan import num_micro_batches
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules import violations
-from graphmoe.plan.rules.auto import AUTO, DISPATCHER, OVERLAP, undecided, value_of, with_values
+from graphmoe.plan.rules.auto import AUTO, DISPATCHER, OVERLAP, SCOPE, undecided, value_of, with_values
 from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
@@ -47,7 +48,7 @@ class Candidates:
         self.num_ranks, self.fixed = args.num_ranks, fixed
         if config.moe.dispatcher in ("local", "alltoall") and DISPATCHER not in fixed:
             config = with_values(config, {DISPATCHER: AUTO})
-        self.config, self._machine = config, machine_of(args)
+        self.config, self._machine = config, machine_of(args)._replace(memory=math.inf)
         self._per_node, nodes = args.per_node, args.num_ranks // args.per_node
         self._launch = replace(config.launch, nproc=self._per_node, nodes=nodes)
         self.kinds = self._kinds()
@@ -74,7 +75,9 @@ class Candidates:
                 in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
                 made = replace(self.config, parallel=parallel, train=train, precision=precision)
                 made, problems = self._decided(made, layout)
-                yield Candidate(_joined(self._words(parallel), in_fp8), made, layout), problems
+                uncaptured = self.config.graph.scope == AUTO and made.graph.scope == "none"
+                words = _joined(self._words(parallel), f"{SCOPE}=none" * uncaptured, in_fp8)
+                yield Candidate(words, made, layout), problems
         if not count:
             raise ConfigError(
                 f"no layout fits parallel.* on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
@@ -188,6 +191,10 @@ class Candidates:
         key = like, config.precision.fp8, num_micro_batches(config, layout) > 1
         if key not in self._known:
             found = decisions(replace(config, recompute=RecomputeConfig()), self._machine)[0]
+            if layout.pp > 1 and config.graph.scope == AUTO and found.graph.scope == "partial":
+                found = with_values(
+                    found, {SCOPE: "none"}
+                )  # its graphs are large for micro-batches in flight
             self._known[key] = {key: value_of(found, key) for key in undecided(config)}, violations(found)
         values, problems = self._known[key]
         found = with_values(config, values)

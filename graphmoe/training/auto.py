@@ -1,8 +1,9 @@
 """Automatic keys: what each becomes on a run's devices, decided once, where the run is composed."""
 
 import contextlib
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -91,15 +92,10 @@ def decisions(config: RunConfig, machine: Machine) -> tuple[RunConfig, dict[str,
         choice, why[DISPATCHER] = _dispatcher(config, machine)
         config = with_values(config, {DISPATCHER: choice})
     config = with_values(config, {"moe.balance": experts_of(config).balance})
-    if config.graph.scope == AUTO:
-        scopes = (FULL_ITERATION, "partial") if machine.gpu else ()
-        allowed = (scope for scope in scopes if _allows(config, {SCOPE: scope}, machine))
-        config = with_values(config, {SCOPE: next(allowed, "none")})
-    if {OVERLAP, SIZE} & {*undecided(config)}:
-        is_automatic = config.train.micro_batch_size == AUTO
-        values, memory = _overlap_and_size(config, machine)
-        config, why = with_values(config, values), why | ({SIZE: memory} if is_automatic else {})
-    return replace(_with_stage(config), launch=launch), why
+    found, memory = _fitting(config, machine)
+    if config.train.micro_batch_size == AUTO:
+        why[SIZE] = memory
+    return replace(found, launch=launch), why
 
 
 def _format(gpu: Gpu | None) -> str:
@@ -122,30 +118,32 @@ def _dispatcher(config: RunConfig, machine: Machine) -> tuple[str, str]:
     return "symm", f"{ranks} ranks of one node"
 
 
-def _allows(config: RunConfig, values: Mapping[str, Any], machine: Machine) -> bool:
-    """Return whether rules report no more with the values than with these keys undecided."""
-    found = with_values(config, values)
-    if machine.is_here:
+def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
+    """Return the first option that rules allow and that fits, else the last; and its memory in words."""
+    *_, last = options = [*_options(config, machine)]
+    problems, needs, memory, limit = len(violations(config)), dict[int, float](), "no GPU", machine.memory
+    for values in options if machine.gpu else ():
+        found = _with_stage(with_values(config, values))
+        if len(violations(found)) > problems or (machine.is_here and _experts_wait(found)):
+            continue
+        last = values
         try:
-            refuse_waiting_experts(_with_stage(found), torch.device("cuda", 0))
+            refuse_unknown(found)
+            places = memory_of_places(plan_of(found, machine.num_ranks), on_nvidia=not machine.gpu.gfx)
         except ConfigError:
-            return False
-    return len(violations(found)) <= len(violations(config))
+            memory = "its memory is not projected"
+            break
+        larger = [f"; {size} need {total / 1e9:.1f}" for size, total in needs.items() if size > values[SIZE]]
+        needs[values[SIZE]] = total = max(place.total for place in places)
+        memory = f"{total / 1e9:.1f} of {limit / 1e9:.1f} GB{''.join(larger[-1:])}"
+        if total <= (1 - MEMORY_ERROR) * limit:
+            break
+    return _with_stage(with_values(config, last)), memory
 
 
-def _with_stage(config: RunConfig) -> RunConfig:
-    stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
-    return (
-        with_values(config, {"moe.sync_free_stage": stage}) if config.moe.sync_free_stage == AUTO else config
-    )
-
-
-def _overlap_and_size(config: RunConfig, machine: Machine) -> tuple[dict[str, Any], str]:
-    """Return the first allowed pair that fits, overlap and larger sizes first; and its memory in words."""
+def _options(config: RunConfig, machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yield values of overlap, micro-batch size and scope, the fastest first."""
     pipeline, given, pp = config.pipeline, config.train.micro_batch_size, config.parallel.pp
-    last, larger = {OVERLAP: pipeline.ep_overlap is True, SIZE: auto.assumed_size(config)}, ""
-    if machine.gpu is None:
-        return last, "no GPU"
     batch, most = config.train.global_batch_size, SIZES[0]
     try:
         batch //= Layout.of(config.parallel, machine.num_ranks).dp
@@ -153,32 +151,34 @@ def _overlap_and_size(config: RunConfig, machine: Machine) -> tuple[dict[str, An
     except ConfigError:
         most = auto.MICRO_BATCH_SIZE
     sizes = [size for size in SIZES if size <= most and batch % size == 0]
-    if given != AUTO or pipeline.microbatches:
-        sizes = [batch // (pipeline.microbatches or 1) or 1] if given == AUTO else [given]
+    if given != AUTO or machine.gpu is None:
+        sizes = [auto.assumed_size(config)]
+    elif pipeline.microbatches:
+        sizes = [batch // pipeline.microbatches or 1]
     # overlap is measured for symm without a pipeline (docs/benchmarks/README.md)
     gains = config.moe.dispatcher == "symm" and pp == 1
     overlaps = [True] * gains + [False] if pipeline.ep_overlap == AUTO else [pipeline.ep_overlap]
-    pairs = [{OVERLAP: on, SIZE: size} for on in overlaps for size in sizes]
-    least = ROUNDS * pp if pp > 1 else 1
-    pairs = [pair for pair in pairs if batch // pair[SIZE] >= max(least, 1 + pair[OVERLAP])]
-    last[SIZE], memory = sizes[-1], "its memory is not projected"
-    for pair in [pair for pair in pairs if _allows(config, pair, machine)] or [last]:
-        try:
-            total = _needed(with_values(config, pair), machine)
-        except ConfigError:
-            return pair, memory
-        last, memory = pair, f"{total / 1e9:.1f} of {machine.memory / 1e9:.1f} GB{larger}"
-        if total <= (1 - MEMORY_ERROR) * machine.memory:
-            break
-        larger = f"; {pair[SIZE]} would need {total / 1e9:.1f}"
-    return last, memory
+    scopes = [FULL_ITERATION, "partial"] * (machine.gpu is not None) + ["none"]
+    for overlap, size in itertools.product(overlaps, sizes):
+        is_last = (overlap, size) == (overlaps[-1], sizes[-1])
+        if is_last or batch // size >= max(ROUNDS * pp if pp > 1 else 1, 1 + overlap):
+            for scope in scopes if config.graph.scope == AUTO else [config.graph.scope]:
+                yield {OVERLAP: overlap, SIZE: size, SCOPE: scope}
 
 
-def _needed(config: RunConfig, machine: Machine) -> float:
-    assert machine.gpu
-    refuse_unknown(config)
-    plan = plan_of(_with_stage(config), machine.num_ranks)
-    return max(place.total for place in memory_of_places(plan, on_nvidia=not machine.gpu.gfx))
+def _with_stage(config: RunConfig) -> RunConfig:
+    if config.moe.sync_free_stage != AUTO:
+        return config
+    stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
+    return with_values(config, {"moe.sync_free_stage": stage})
+
+
+def _experts_wait(config: RunConfig) -> bool:
+    try:
+        refuse_waiting_experts(config, torch.device("cuda", 0))
+    except ConfigError:
+        return True
+    return False
 
 
 def refuse_waiting_experts(config: RunConfig, device: torch.device) -> None:

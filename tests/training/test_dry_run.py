@@ -84,7 +84,9 @@ def four(request, tmp_path_factory):
 
 
 def dry(*words: str) -> dict[str, Any]:
-    return dry_run(config(*WORDS, *words))
+    """What a dry run finds, with the dispatcher of a CPU."""
+    shares = any(word.startswith(("parallel.ep=", "parallel.etp=")) for word in words)
+    return dry_run(config(*WORDS, *["moe.dispatcher=alltoall"] * shares, *words))
 
 
 def of_four(name: str, rank: int, *words: str) -> dict[str, Any]:

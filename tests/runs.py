@@ -78,7 +78,12 @@ def config(*overrides):
 
 @functools.cache
 def _composed(overrides):
-    return decided(to_config(OmegaConf.from_dotlist([*TINY, *overrides])))
+    return decided(undecided_config(*overrides))
+
+
+def undecided_config(*overrides):
+    """The configuration with its automatic keys."""
+    return to_config(OmegaConf.from_dotlist([*TINY, *overrides]))
 
 
 @functools.cache

@@ -192,9 +192,7 @@ class Candidates:
         if key not in self._known:
             found = decisions(replace(config, recompute=RecomputeConfig()), self._machine)[0]
             if layout.pp > 1 and config.graph.scope == AUTO and found.graph.scope == "partial":
-                found = with_values(
-                    found, {SCOPE: "none"}
-                )  # its graphs are large for micro-batches in flight
+                found = with_values(found, {SCOPE: "none"})  # graphs of micro-batches in flight are large
             self._known[key] = {key: value_of(found, key) for key in undecided(config)}, violations(found)
         values, problems = self._known[key]
         found = with_values(config, values)

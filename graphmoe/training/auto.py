@@ -127,6 +127,8 @@ def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
         if len(violations(found)) > problems or (machine.is_here and _experts_wait(found)):
             continue
         last = values
+        if problems:  # the check lists them
+            break
         try:
             refuse_unknown(found)
             places = memory_of_places(plan_of(found, machine.num_ranks), on_nvidia=not machine.gpu.gfx)

@@ -56,7 +56,7 @@ def document(project):
     return document
 
 
-CHART = "model=moe_1t train.micro_batch_size=1 nodes=96"
+CHART = "model=moe_1t train.micro_batch_size=1 nodes=96 moe.dispatcher=alltoall graph.scope=none"
 SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
 
 

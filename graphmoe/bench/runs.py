@@ -29,7 +29,8 @@ TINY = ("model=tiny", "model.num_layers=2", *DATA)
 LITE = ("model=deepseek_v2_lite", "model.num_layers=6", *DATA)
 WHOLE = ("model=deepseek_v2_lite", *DATA, "data.seq_len=4096", "recompute.ops=[layernorm,mla_up_proj]")
 QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4", *DATA)
-LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16"), ("data.seq_len=32",)
+PLAIN = ("graph.scope=none", "pipeline.ep_overlap=false")
+LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16", *PLAIN), ("data.seq_len=32", *PLAIN)
 COLUMNS = (
     "tokens/s/GPU: {tokens_per_s:,.0f} | step ms: {median_ms:.2f} | "
     "p10 to p90: {p10_ms:.2f} to {p90_ms:.2f} | step / floor: {time_over_floor:.2f} | "
@@ -69,7 +70,7 @@ FULL_RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "lite_stage3_partial": (2, 1, (*LITE, *LONG, "moe.sync_free_stage=3", "graph.scope=partial")),
     "qwen_mbs2": (2, 1, (*QWEN, *LONG)),
     "qwen_mbs4_recompute_all": (4, 1, (*QWEN, *LONG, "recompute.all=true", "graph.scope=full_iteration")),
-    "small_none": (4, 1, ("model=tiny", *DATA, "data.seq_len=256", "precision.compute=bf16")),
+    "small_none": (4, 1, ("model=tiny", *DATA, "data.seq_len=256", "precision.compute=bf16", *PLAIN)),
 }
 """Micro-batch size, micro-batches of a step for each rank along dp, and overrides of each run."""
 TINY_RUNS = {"plain": (1, 1, (*TINY, *SHORT)), "recompute": (1, 1, (*TINY, *SHORT, "recompute.all=true"))}
@@ -88,7 +89,7 @@ def step_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[Run
     cases = []
     for (size, seq_len), (scope, again) in itertools.product(shapes, wanted):
         shape = f"mbs{size}_s{seq_len}"
-        defaults = (*(LITE if full else TINY), f"train.global_batch_size={size * ranks}")
+        defaults = (*(LITE if full else TINY), *PLAIN[1:], f"train.global_batch_size={size * ranks}")
         fixed = [f"graph.scope={scope}", f"train.micro_batch_size={size}", f"data.seq_len={seq_len}"]
         row = {"case": shape, "scope": scope, "again": bool(again)}
         name = f"{shape}/{scope.strip('[]').replace(',', '+')}{again}"

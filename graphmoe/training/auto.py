@@ -122,6 +122,7 @@ def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     """Return the first option that rules allow and that fits, else the last; and its memory in words."""
     *_, last = options = [*_options(config, machine)]
     problems, needs, memory, limit = len(violations(config)), dict[int, float](), "no GPU", machine.memory
+    on_nvidia = machine.gpu is not None and not machine.gpu.gfx
     for values in options if machine.gpu else ():
         found = _with_stage(with_values(config, values))
         if len(violations(found)) > problems or (machine.is_here and _experts_wait(found)):
@@ -131,7 +132,7 @@ def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
             break
         try:
             refuse_unknown(found)
-            places = memory_of_places(plan_of(found, machine.num_ranks), on_nvidia=not machine.gpu.gfx)
+            places = memory_of_places(plan_of(found, machine.num_ranks), on_nvidia=on_nvidia)
         except ConfigError:
             memory = "its memory is not projected"
             break

@@ -1,7 +1,7 @@
 """The cases of ``suite=ops``: every operation of graphmoe/ops at the shapes of published models, in bf16.
 
 Suffixes: T tokens, K slots, E experts, R routed rows (T * K), D hidden, F expert width, H = 2 * F,
-V vocabulary, B sequences, S their tokens.
+V vocabulary, B sequences, S their tokens; of attention H query heads, G key-value heads, Q and V their sizes.
 """
 
 import functools
@@ -14,7 +14,9 @@ from torch import Tensor
 from graphmoe.bench import BenchArgs, cases
 from graphmoe.bench.cases import Call, Calls, Operation, Run, mlp_inputs, normal, route
 from graphmoe.config.packages import VENDORS, is_installed
+from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops import fp8_choice, linear_cross_entropy, permute, router, swiglu  # noqa: F401  # registers
+from graphmoe.ops.attention import causal_attention
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
@@ -29,6 +31,13 @@ MLP_RESULTS = {
 ROUTERS = {
     "v2_lite": ((16384, 4, 64, 6, 1, 1), (64, 4, 16, 2, 1, 1)),
     "v3": ((16384, 4, 256, 8, 8, 4), (64, 4, 32, 4, 8, 4)),
+}
+ATTENTION = {  # B, S, H, G, Q, V
+    "v2_lite": ((4, 4096, 16, 16, 192, 128), (2, 32, 2, 2, 24, 16)),
+    "v3": ((1, 4096, 128, 128, 192, 128), None),
+    "qwen3_30b": ((4, 4096, 32, 4, 128, 128), (2, 32, 4, 2, 16, 16)),
+    "gpt_oss_20b": ((4, 4096, 64, 8, 64, 64), None),
+    "long": ((1, 32768, 16, 16, 192, 128), None),
 }
 LOSS = (16384, 4096, 2048, 102400), (128, 32, 32, 384)  # T, S, D, V
 DENSE = {  # rows, outputs and inputs of products with a weight
@@ -69,6 +78,8 @@ def ops_suite(full: bool, device: torch.device) -> tuple[list[Operation], list[s
     ]
     found += [*_rows(lite.T, lite.D, lite.E, lite.K), *_swiglu(lite.T * lite.K, lite.F)]
     found += [each for label, sizes in ROUTERS.items() for each in _router(label, *sizes[at])]
+    sizes = ((label, each[at]) for label, each in ATTENTION.items())
+    found += [each for label, size in sizes if size for each in _attention(label, device, *size)]
     found += [*_loss(*LOSS[at]), *(_fp8_experts(label, layer) for label, layer in layers.items())]
     weights = ((label, sizes[at]) for label, sizes in DENSE.items())
     return [*found, *(_fp8_dense(label, *each) for label, each in weights if each)], left_out
@@ -183,6 +194,33 @@ def _router(label: str, T: int, B: int, E: int, K: int, *groups: int) -> Iterato
     }
     names = ("T", "B", "E", "K", "num_groups", "topk_groups")
     return _own(make, dict(zip(names, (T, B, E, K, *groups), strict=True)), "bytes", amounts)
+
+
+def _attention(label: str, device: torch.device, *size: int) -> Iterator[Operation]:
+    B, S, H, G, Q, V = size
+    backends = [AttentionBackend.sdpa]
+    if device.type == "cuda" and is_installed(VENDORS["flash4"].module):
+        backends.append(AttentionBackend.flash4)
+
+    def make(generator: torch.Generator, backward: bool) -> Calls:
+        shapes = (B, S, H, Q), (B, S, G, Q), (B, S, G, V)
+        qkv = [normal(generator, *shape).requires_grad_() for shape in shapes]
+        d_out, calls = normal(generator, B, S, H, V), {}
+        for backend in backends:
+            forward = functools.partial(causal_attention, *qkv, scale=Q**-0.5, backend=backend)
+            if not backward:
+                calls[backend.value] = lambda forward=forward: forward().detach()
+                continue
+            out = forward()
+            calls[backend.value] = functools.partial(torch.autograd.grad, out, qkv, d_out, retain_graph=True)
+        return calls
+
+    flops = B * H * S * S * (Q + V)  # causal attention halved; four GEMMs of the backward
+    shape = dict(zip("BSHGQV", size, strict=True))
+    directions = ("forward", flops, ("out",)), ("backward", 2 * flops, ("dq", "dk", "dv"))
+    for direction, amount, results in directions:
+        made = functools.partial(make, backward=direction == "backward")
+        yield Operation(f"attention/{label}/{direction}", shape, amount, "FLOPs", results, made)
 
 
 def _loss(T: int, S: int, D: int, V: int) -> Iterator[Operation]:

@@ -87,7 +87,7 @@ def import_code(path: str, key: str, attribute: str = "", choices: Iterable[str]
         raise ConfigError(f"{key}={path} cannot be imported ({error}); write package.module:NAME") from error
 
 
-AttentionBackend = enum.StrEnum("AttentionBackend", ("auto", "sdpa", "padded_flash", "turbo", "te"))
+AttentionBackend = enum.StrEnum("AttentionBackend", ("auto", "sdpa", "padded_flash", "flash4", "turbo", "te"))
 RopeScaling = enum.StrEnum("RopeScaling", ("none", "yarn"))
 ScoreFunction = enum.StrEnum("ScoreFunction", ("softmax", "sigmoid"))
 GroupScore = enum.StrEnum("GroupScore", ("max", "topk_sum", "top2_sum"))

@@ -27,6 +27,9 @@ _DEEPEP = f"{_BUILT} git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 VENDORS = {
     "te": Package("transformer_engine", "transformer-engine", _TE_KEYS, f"{_BUILT} 'graphmoe[te]'", True),
     "turbo": Package("primus_turbo", "primus-turbo", _TURBO_KEYS, f"{_BUILT} {_TURBO}", True),
+    "flash4": Package(
+        "flash_attn.cute", "flash-attn-4", "model.attention_backend=flash4", _OWN.format("flash4"), True
+    ),
     "deepep": Package("deep_ep", "deep_ep", "moe.dispatcher=deepep", _DEEPEP, True),
 }
 TRITON = Package(
@@ -64,7 +67,10 @@ PACKAGES = (
 
 def is_installed(package: str) -> bool:
     """Return whether a package is installed, without importing it."""
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that holds it
+        return False
 
 
 def version_of(distribution: str) -> str | None:

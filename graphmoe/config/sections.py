@@ -75,7 +75,7 @@ class ModelConfig:
     v_head_dim: Size = 32
     """mla: value head size, > 0."""
     attention_backend: AttentionBackend = AttentionBackend.auto
-    """Kernel: auto, sdpa, padded_flash, turbo (Primus-Turbo), te (Transformer Engine)."""
+    """Kernel: auto, sdpa, padded_flash, flash4, turbo (Primus-Turbo), te (Transformer Engine)."""
     rope_theta: Annotated[float, POSITIVE, FP32] = 10000.0
     """Rotary embedding base, > 0."""
     rope_scaling: RopeScaling = RopeScaling.none

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import AttentionBackend, ModelConfig, RopeScaling
 from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
+from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
 from graphmoe.ops.ring_attention import ring_attention
@@ -66,7 +67,8 @@ class CoreAttention:
         with part("core_attn"):
             if self.ring:
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
-            backend = choose_backend(self.backend, q.device.type, q.shape[-1], v.shape[-1])
+            sizes, is_half = (q.shape[-1], v.shape[-1]), q.dtype in HALF_DTYPES
+            backend = choose_backend(self.backend, q.device.type, *sizes, is_half=is_half)
             out = causal_attention(q, k, v, scale=self.scale, backend=backend)
         # [B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)

@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphmoe.config.packages import require_package
+from graphmoe.config.packages import VENDORS, is_installed, require_package
 from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.ops import HALF_DTYPES, require_half
+from graphmoe.ops.flash4 import flash4
 
 log = logging.getLogger(__name__)
 KEY = "model.attention_backend"
 # their backward is deterministic if torch asks for that; the last takes any input
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-FLASH_MAX_HEAD_DIM = 256  # largest head of torch's flash kernels
+FLASH_MAX_HEAD_DIM = 256  # largest head of flash kernels
+FLASHES = AttentionBackend.padded_flash, AttentionBackend.flash4
 
 
 def causal_attention(
@@ -42,21 +44,31 @@ def causal_attention(
 
 def choose_backend(
     requested: AttentionBackend, device_type: str, head_dim: int, v_head_dim: int, *,
-    is_rocm: bool = torch.version.hip is not None,
+    is_half: bool = True, is_rocm: bool = torch.version.hip is not None,
 ) -> AttentionBackend:  # fmt: skip
     """Return the backend to run: ``auto`` resolved, any other checked. Raises ConfigError."""
-    largest = max(head_dim, v_head_dim)
+    sizes = head_dim, v_head_dim
     if requested is AttentionBackend.auto:
         # flash on ROCm needs equal head sizes, and ROCm has no cuDNN for others
         pads = device_type == "cuda" and is_rocm and head_dim != v_head_dim
-        fits = largest <= FLASH_MAX_HEAD_DIM
+        fits = max(sizes) <= FLASH_MAX_HEAD_DIM
+        against = _reason_against(AttentionBackend.flash4, device_type, is_rocm, sizes)
+        if is_half and _has_flash4() and not against:
+            return AttentionBackend.flash4
         return AttentionBackend.padded_flash if pads and fits else AttentionBackend.sdpa
-    reason = _reason_against(requested, device_type, is_rocm, largest)
+    reason = _reason_against(requested, device_type, is_rocm, sizes)
     if reason:
-        valid = [b.value for b in AttentionBackend if not _reason_against(b, device_type, is_rocm, largest)]
+        valid = [b.value for b in AttentionBackend if not _reason_against(b, device_type, is_rocm, sizes)]
         raise ConfigError(f"{KEY}={requested.value} {reason}; use one of: {', '.join(valid)}")
     require_package(KEY, requested.value)
     return requested
+
+
+@functools.cache
+def _has_flash4() -> bool:
+    # measured on H200s only (docs/model.md)
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return on_hopper and torch.version.hip is None and is_installed(VENDORS["flash4"].module)
 
 
 @functools.cache
@@ -67,7 +79,7 @@ def warn_of_slow_heads(backend: AttentionBackend, device_type: str, size: int) -
 
 
 def _reason_against(
-    backend: AttentionBackend, device_type: str, is_rocm: bool, largest_head_dim: int
+    backend: AttentionBackend, device_type: str, is_rocm: bool, sizes: tuple[int, int]
 ) -> str | None:
     if backend in (AttentionBackend.auto, AttentionBackend.sdpa):
         return None
@@ -75,8 +87,12 @@ def _reason_against(
         return f"needs a GPU and the device is {device_type}"
     if backend is AttentionBackend.turbo and not is_rocm:
         return "is Primus-Turbo, which needs a ROCm build of torch"
-    if backend is AttentionBackend.padded_flash and largest_head_dim > FLASH_MAX_HEAD_DIM:
-        return f"has no kernel for heads of {largest_head_dim} (at most {FLASH_MAX_HEAD_DIM})"
+    if backend is AttentionBackend.flash4 and is_rocm:
+        return "is FlashAttention-4, which needs an NVIDIA GPU"
+    if backend is AttentionBackend.flash4 and any(size % 8 for size in sizes):
+        return f"has kernels for multiples of 8, and heads have {sizes[0]} and {sizes[1]}"
+    if backend in FLASHES and max(sizes) > FLASH_MAX_HEAD_DIM:
+        return f"has no kernel for heads of {max(sizes)} (at most {FLASH_MAX_HEAD_DIM})"
     return None
 
 
@@ -188,6 +204,7 @@ def _te_module(H: int, G: int, E: int, V: int, scale: float, deterministic: bool
 _RUN = {
     AttentionBackend.sdpa: _sdpa,
     AttentionBackend.padded_flash: _padded_flash,
+    AttentionBackend.flash4: flash4,
     AttentionBackend.turbo: _turbo,
     AttentionBackend.te: _te,
 }

@@ -19,8 +19,8 @@ from graphmoe.runtime.host.files import age_s, process_name
 
 log = logging.getLogger(__name__)
 
-# Parts of a work folder: torch's, Triton's, and our traced graphs
-INDUCTOR, TRITON, GRAPHS = "inductor", "triton", "graphs"
+# Parts of a work folder: torch's, Triton's, FlashAttention-4's, and our traced graphs
+PARTS = INDUCTOR, TRITON, FLASH4, GRAPHS = "inductor", "triton", "flash4", "graphs"
 # File whose time is the entry's last use
 USED = "used"
 READS = 10
@@ -126,10 +126,6 @@ def _checked(found: Any) -> Document:
         raise ValueError(f"created={document.created!r} is no time")
     for path, digest in document.files.items():
         parts = PurePosixPath(path).parts
-        if (
-            parts[:1] not in ((INDUCTOR,), (TRITON,), (GRAPHS,))
-            or ".." in parts
-            or not _DIGEST.fullmatch(digest)
-        ):
+        if not {*parts[:1]} & {*PARTS} or ".." in parts or not _DIGEST.fullmatch(digest):
             raise ValueError(f"{path!r}: {digest!r} is not a path in a work folder with its sha256")
     return document

@@ -12,10 +12,14 @@ from pathlib import Path
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.cache.blobs import write_whole
-from graphmoe.runtime.cache.entries import INDUCTOR, TRITON
+from graphmoe.runtime.cache.entries import FLASH4, INDUCTOR, TRITON
 
 # Each with the part of a work folder
-VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": INDUCTOR, "TRITON_CACHE_DIR": TRITON}
+VARIABLES = {
+    "TORCHINDUCTOR_CACHE_DIR": INDUCTOR,
+    "TRITON_CACHE_DIR": TRITON,
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": FLASH4,
+}
 OURS = "GRAPHMOE_WORK_FOLDER"
 TEMPORARY = "graphmoe-work-"
 TAG_FILE = "CACHEDIR.TAG"

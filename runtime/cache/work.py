@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.runtime.cache.blobs import Blobs, DamagedBlob
-from graphmoe.runtime.cache.entries import GRAPHS, INDUCTOR, TRITON, Document, Entries, Entry, union, unit_of
+from graphmoe.runtime.cache.entries import GRAPHS, PARTS, TRITON, Document, Entries, Entry, union, unit_of
 from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_away
 from graphmoe.runtime.host.files import FileLock
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 GROUP_FILE = "__grp__"
 CHILDREN = "child_paths"
 _SKIPPED_FOLDERS = {"locks", "__pycache__"}
-_SKIPPED_ENDS = (".lock", ".tmp")
+_SKIPPED_ENDS = (".lock", ".tmp", ".tmp.o")
 # A job merges more documents of one entry even without new files
 MANY_DOCUMENTS = 4
 
@@ -87,7 +87,7 @@ class WorkFolder:
 
     def clear(self) -> None:
         self.found, self.shared_from = False, None
-        for part in (INDUCTOR, TRITON, GRAPHS):
+        for part in PARTS:
             shutil.rmtree(self.path / part, ignore_errors=True)
             (self.path / part).mkdir()
 
@@ -179,7 +179,7 @@ class WorkFolder:
 
 
 def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
-    for part in (INDUCTOR, TRITON, GRAPHS):
+    for part in PARTS:
         # unfinished files: .<pid>.<thread>.tmp (torch/_inductor/codecache.py), tmp.pid_<pid>_<uuid>/
         # (triton/runtime/cache.py)
         for folder, folders, names in os.walk(work / part):

@@ -21,6 +21,8 @@ FLOORS = {  # case: (FLOPs or bytes, milliseconds), worked out by hand
     # 98304 rows x 2048 x 1408: three products of 2 FLOPs each, gate, up and down
     "grouped_mlp/v2_lite_skewed/dgrad": (6 * 98304 * 2048 * 1408, 2.1529),
     "grouped_mlp/v2_lite/forward_backward": (18 * 98304 * 2048 * 1408, 6.4588),
+    # q k^T, share v; half of the pairs: 4 x 16 x 4096 x 4096 / 2 x 2 FLOPs x 320, twice for the backward
+    "attention/v2_lite/backward": (2 * 4 * 16 * 4096 * 4096 * 320, 0.86987),
     # experts read; counts, ends, rows and slots written
     "routing_plan": (393_216 + 256 + 256 + 393_216 + 393_216, 0.00027446),
     # 64 MiB of tokens, 384 MiB of rows, 384 KiB of row numbers, as much of weights

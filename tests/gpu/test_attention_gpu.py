@@ -65,7 +65,7 @@ def test_every_backend_matches_the_fp64_reference_at_mla_heads(backend):
 def test_torch_backends_run_any_shape_and_dtype(backend, shape, dtype):
     if backend is AttentionBackend.padded_flash and max(shape[-2:]) > 256:
         pytest.skip("choose_backend refuses it")
-    chosen = choose_backend(backend, "cuda", shape[-2], shape[-1])
+    chosen = choose_backend(backend, "cuda", *shape[-2:], is_half=dtype is torch.bfloat16)
     assert_matches_reference(runner(chosen), shape, dtype, "cuda")
 
 
@@ -130,10 +130,18 @@ def test_compiled_without_graph_breaks_runs_the_same_kernel(shape):
     assert_forward_close(out, reference_attention(*qkv, scale=SCALE))
 
 
+FAST = [
+    AttentionBackend.sdpa,
+    pytest.param(AttentionBackend.flash4, marks=pytest.mark.skipif(
+        not is_installed(VENDORS["flash4"].module), reason="flash-attn-4 is not installed")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("shape", [MLA, GROUPED], ids=["mla", "grouped"])
-def test_a_captured_forward_and_backward_replays_on_new_inputs(shape):
+def test_a_captured_forward_and_backward_replays_on_new_inputs(shape, backend):
     *qkv, grad = make_inputs(shape)
-    run = runner(AttentionBackend.sdpa)
+    run = runner(backend)
     graph, captured = capture(lambda: forward_and_gradients(run, qkv, grad))
     with torch.no_grad():
         for x in qkv:

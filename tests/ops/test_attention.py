@@ -1,6 +1,7 @@
 """Attention on the CPU: values, gradients, the choice of a backend, and the vendor adapters."""
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from graphmoe.config import packages
 from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.model.attention import check_backend
-from graphmoe.ops import attention
+from graphmoe.ops import attention, flash4
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -30,7 +31,7 @@ SHAPES = {  # name: (B, S, H, G, E, V)
 }
 SCALE = 0.21  # not 1/sqrt(E) of any shape: YaRN changes it, so a backend that ignores it must fail
 AUTO, SDPA, PADDED = AttentionBackend.auto, AttentionBackend.sdpa, AttentionBackend.padded_flash
-TURBO, TE = AttentionBackend.turbo, AttentionBackend.te
+TURBO, TE, FLASH4 = AttentionBackend.turbo, AttentionBackend.te, AttentionBackend.flash4
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 DTYPES = (torch.float32, torch.bfloat16)
 CPU, CUDA, ROCM = (
@@ -130,7 +131,12 @@ CHOICES = [  # requested, where, sizes of heads, the backend or the ones that th
     (PADDED, CPU, (192, 128), "auto, sdpa"),
     (TURBO, CPU, (128, 128), "auto, sdpa"),
     (TE, CPU, (128, 128), "auto, sdpa"),
-    (TURBO, CUDA, (128, 128), "auto, sdpa, padded_flash, te"),
+    (FLASH4, CUDA, (192, 128), FLASH4),
+    (FLASH4, CPU, (128, 128), "auto, sdpa"),
+    (FLASH4, ROCM, (128, 128), "auto, sdpa, padded_flash, turbo, te"),
+    (FLASH4, CUDA, (60, 64), "auto, sdpa, padded_flash, te"),
+    (FLASH4, CUDA, (320, 128), "auto, sdpa, te"),
+    (TURBO, CUDA, (128, 128), "auto, sdpa, padded_flash, flash4, te"),
     (PADDED, CUDA, (320, 128), "auto, sdpa, te"),
     (PADDED, ROCM, (128, 264), "auto, sdpa, turbo, te"),
 ]
@@ -145,6 +151,21 @@ def test_auto_is_resolved_and_what_cannot_work_is_refused_with_what_can(requeste
     said = f"model.attention_backend={requested.value} .*; use one of: {result}$"
     with pytest.raises(ConfigError, match=said):
         choose()
+
+
+@pytest.mark.parametrize("capability, is_half, sizes, result", [
+    ((9, 0), True, (192, 128), FLASH4),
+    ((9, 0), False, (192, 128), SDPA),
+    ((9, 0), True, (320, 320), SDPA),
+    ((10, 0), True, (192, 128), SDPA),
+])  # fmt: skip
+def test_auto_runs_flash4_where_it_was_measured(capability, is_half, sizes, result, monkeypatch):
+    monkeypatch.setattr(attention, "is_installed", lambda package: package == "flash_attn.cute")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    attention._has_flash4.cache_clear()
+    assert choose_backend(AUTO, "cuda", *sizes, is_half=is_half, is_rocm=False) is result
+    attention._has_flash4.cache_clear()
 
 
 def test_heads_too_large_for_flash_are_logged_once(caplog):
@@ -162,7 +183,7 @@ def test_heads_too_large_for_flash_are_logged_once(caplog):
     attention.warn_of_slow_heads.cache_clear()
 
 
-@pytest.mark.parametrize("requested, machine", [(TURBO, ROCM), (TE, CUDA)])
+@pytest.mark.parametrize("requested, machine", [(TURBO, ROCM), (TE, CUDA), (FLASH4, CUDA)])
 def test_a_missing_package_is_an_error_that_names_the_install_command(requested, machine, monkeypatch):
     monkeypatch.setattr(packages, "is_installed", lambda package: False)
     with pytest.raises(ConfigError, match="model.attention_backend=.* pip install"):
@@ -237,6 +258,94 @@ def attended(q, k, v, scale, causal, dtypes):
     return reference_attention(q, k, v, scale=scale, causal=causal).to(q.dtype)
 
 
+FLASH4_FORWARD, FLASH4_BACKWARD = (
+    recorded_signature("flash_attn_4", f"flash_attn.cute.interface.{name}")
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd")
+)
+
+
+@pytest.fixture
+def fa4(monkeypatch):
+    """Backward calls of FlashAttention-4 with all their arguments."""
+    calls: list[dict[str, Any]] = []
+
+    def checked(signature, args, kwargs):
+        call = bind(signature, args, kwargs)
+        assert call["causal"] and call["softcap"] in (None, 0.0) and call["window_size_left"] is None
+        assert all(call[name].stride(-1) == 1 and call[name].shape[-1] % 8 == 0 for name in "qkv")
+        return call, [call[name].double() for name in "qkv"]
+
+    def scores(q, k, scale):
+        by_head = torch.einsum("bshe,bthe->bhst", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) * scale
+        return by_head.masked_fill(torch.ones_like(by_head, dtype=torch.bool).triu(1), -torch.inf)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        call, (q, k, _) = checked(FLASH4_FORWARD, args, kwargs)
+        assert call["return_lse"]
+        scale, qkv = call["softmax_scale"], (call["q"], call["k"], call["v"])
+        out = attended(*qkv, scale, True, (torch.bfloat16, torch.float16))
+        return out, scores(q, k, scale).logsumexp(-1).float(), None, None, None
+
+    def backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        # FlashAttention-2 (arXiv 2307.08691), algorithm 2: from the saved output and log-sum-exp
+        call, (q, k, v) = checked(FLASH4_BACKWARD, args, kwargs)
+        calls.append(call)
+        out, d_out, scale = call["out"].double(), call["dout"].double(), call["softmax_scale"]
+        groups = q.shape[2] // k.shape[2]
+        share = (scores(q, k, scale) - call["lse"].double().unsqueeze(-1)).exp()
+        d_share = torch.einsum("bshv,bthv->bhst", d_out, v.repeat_interleave(groups, 2))
+        d_score = share * (d_share - (d_out * out).sum(-1).transpose(1, 2).unsqueeze(-1)) * scale
+        dq = torch.einsum("bhst,bthe->bshe", d_score, k.repeat_interleave(groups, 2))
+        dk, dv = (
+            torch.einsum("bhst,bshe->bthe", *pair).unflatten(2, (-1, groups)).sum(3)
+            for pair in ((d_score, q), (share, d_out))
+        )
+        return tuple(x.to(call["q"].dtype) for x in (dq, dk, dv))
+
+    names = {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}
+    install_module(monkeypatch, "flash_attn.cute.interface", **names)
+    flash4._interface.cache_clear()
+    yield calls
+    flash4._interface.cache_clear()
+
+
+FLASH4_SHAPES = {name: shape for name, shape in SHAPES.items() if not (shape[4] % 8 or shape[5] % 8)}
+
+
+@pytest.mark.parametrize("shape", FLASH4_SHAPES.values(), ids=FLASH4_SHAPES)
+def test_flash4_matches_the_fp64_reference_eager_and_compiled(shape, fa4):
+    run = functools.partial(causal_attention, scale=SCALE, backend=FLASH4)
+    assert_matches_reference(run, shape, torch.bfloat16)
+    *qkv, grad = make_inputs(shape, torch.bfloat16)
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, *(forward_and_gradients(each, qkv, grad) for each in (run, compiled))))
+    torch.use_deterministic_algorithms(True)
+    forward_and_gradients(run, qkv, grad)
+    assert [call["deterministic"] for call in fa4] == [False, False, False, True]
+
+
+def test_flash4_of_parts_of_a_tensor_needs_no_copy_but_of_transposed_heads(fa4):
+    B, S, H, G, E, V = SHAPES["small mla"]
+    together = torch.randn(B, S, H, E + V, dtype=torch.bfloat16)
+    k, v = together.split([E, V], dim=-1)
+    q = torch.randn(B, S, E, H, dtype=torch.bfloat16).transpose(2, 3)
+    out = causal_attention(q, k, v, scale=SCALE, backend=FLASH4)
+    assert_forward_close(out, reference_attention(q, k, v, scale=SCALE))
+
+
+def test_flash4_keeps_compiled_kernels_only_in_a_folder_of_ones_own(fa4, monkeypatch):
+    enabled = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    monkeypatch.delenv(enabled, raising=False)
+    for folder, wanted in ((None, None), ("work", "1")):
+        if folder:
+            monkeypatch.setenv(flash4.CACHE_FOLDER, folder)
+        flash4._interface.cache_clear()
+        flash4._interface()
+        assert os.environ.get(enabled) == wanted
+    monkeypatch.delenv(enabled)
+
+
 @pytest.fixture
 def te(monkeypatch):
     """Arguments of the modules of Transformer Engine that are built."""
@@ -263,10 +372,12 @@ def test_turbo_gets_one_layout_even_from_tensors_that_lie_in_memory_differently(
     assert_forward_close(out, reference_attention(q, k, v, scale=SCALE))
 
 
-def test_turbo_refuses_fp32_by_key_and_value(turbo):
+@pytest.mark.parametrize("backend", [TURBO, FLASH4])
+def test_half_precision_kernels_refuse_fp32_by_key_and_value(backend, turbo, fa4):
     q, k, v, _ = make_inputs(SHAPES["mla"], torch.float32)
-    with pytest.raises(ConfigError, match="model.attention_backend=turbo .*float32.*precision.compute=bf16"):
-        causal_attention(q, k, v, scale=SCALE, backend=TURBO)
+    said = f"model.attention_backend={backend.value} .*float32.*precision.compute=bf16"
+    with pytest.raises(ConfigError, match=said):
+        causal_attention(q, k, v, scale=SCALE, backend=backend)
 
 
 def test_adapters_pass_on_that_determinism_is_asked_for(turbo, te):

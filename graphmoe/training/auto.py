@@ -120,39 +120,45 @@ def _dispatcher(config: RunConfig, machine: Machine) -> tuple[str, str]:
 
 def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     """Return the first option that rules allow and that fits, else the last; and its memory in words."""
-    *_, last = options = [*_options(config, machine)]
+    is_known = _is_projected(config)
+    *_, last = options = [*_options(config, machine, SIZES[0] if is_known else auto.MICRO_BATCH_SIZE)]
     problems, needs, memory, limit = len(violations(config)), dict[int, float](), "no GPU", machine.memory
     on_nvidia = machine.gpu is not None and not machine.gpu.gfx
     for values in options if machine.gpu else ():
-        found = _with_stage(with_values(config, values))
-        if len(violations(found)) > problems or (machine.is_here and _experts_wait(found)):
-            continue
-        last = values
-        if problems:  # the check lists them
-            break
+        found = with_values(config, values)
         try:
-            refuse_unknown(found)
-            places = memory_of_places(plan_of(found, machine.num_ranks), on_nvidia=on_nvidia)
+            if machine.is_here:
+                refuse_waiting_experts(found, torch.device("cuda", 0))
         except ConfigError:
-            memory = "its memory is not projected"
+            continue
+        if len(violations(found)) > problems:
+            continue
+        last, memory = values, "its memory is not projected"
+        if problems or not is_known:  # the check lists problems
             break
+        places = memory_of_places(plan_of(found, machine.num_ranks), on_nvidia=on_nvidia)
         larger = [f"; {size} need {total / 1e9:.1f}" for size, total in needs.items() if size > values[SIZE]]
         needs[values[SIZE]] = total = max(place.total for place in places)
         memory = f"{total / 1e9:.1f} of {limit / 1e9:.1f} GB{''.join(larger[-1:])}"
         if total <= (1 - MEMORY_ERROR) * limit:
             break
-    return _with_stage(with_values(config, last)), memory
+    return with_values(config, last), memory
 
 
-def _options(config: RunConfig, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield values of overlap, micro-batch size and scope, the fastest first."""
-    pipeline, given, pp = config.pipeline, config.train.micro_batch_size, config.parallel.pp
-    batch, most = config.train.global_batch_size, SIZES[0]
+def _is_projected(config: RunConfig) -> bool:
     try:
-        batch //= Layout.of(config.parallel, machine.num_ranks).dp
         refuse_unknown(config)
     except ConfigError:
-        most = auto.MICRO_BATCH_SIZE
+        return False
+    return True
+
+
+def _options(config: RunConfig, machine: Machine, most: int) -> Iterator[dict[str, Any]]:
+    """Yield values of overlap, micro-batch size, scope and stage, the fastest first."""
+    pipeline, given, pp = config.pipeline, config.train.micro_batch_size, config.parallel.pp
+    batch = config.train.global_batch_size
+    with contextlib.suppress(ConfigError):  # the check repeats it
+        batch //= Layout.of(config.parallel, machine.num_ranks).dp
     sizes = [size for size in SIZES if size <= most and batch % size == 0]
     if given != AUTO or machine.gpu is None:
         sizes = [auto.assumed_size(config)]
@@ -166,22 +172,9 @@ def _options(config: RunConfig, machine: Machine) -> Iterator[dict[str, Any]]:
         is_last = (overlap, size) == (overlaps[-1], sizes[-1])
         if is_last or batch // size >= max(ROUNDS * pp if pp > 1 else 1, 1 + overlap):
             for scope in scopes if config.graph.scope == AUTO else [config.graph.scope]:
-                yield {OVERLAP: overlap, SIZE: size, SCOPE: scope}
-
-
-def _with_stage(config: RunConfig) -> RunConfig:
-    if config.moe.sync_free_stage != AUTO:
-        return config
-    stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
-    return with_values(config, {"moe.sync_free_stage": stage})
-
-
-def _experts_wait(config: RunConfig) -> bool:
-    try:
-        refuse_waiting_experts(config, torch.device("cuda", 0))
-    except ConfigError:
-        return True
-    return False
+                needed = lowest_stage(scope) if has_experts(config.model) else 0
+                stage = needed if config.moe.sync_free_stage == AUTO else config.moe.sync_free_stage
+                yield {OVERLAP: overlap, SIZE: size, SCOPE: scope, "moe.sync_free_stage": stage}
 
 
 def refuse_waiting_experts(config: RunConfig, device: torch.device) -> None:

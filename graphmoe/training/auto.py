@@ -13,16 +13,15 @@ from graphmoe.config.formats import FORMATS, Gpu, automatic_format
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.ops.fp8 import gpu_of
-from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.experts import experts_of, has_experts
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.plan import dtype_of, plan_of
+from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.rules import auto, check, violations
 from graphmoe.plan.rules.auto import AUTO, DISPATCHER, FP8, OVERLAP, SCOPE, SIZE, undecided, with_values
 from graphmoe.runtime.launch.nodes import num_nodes, num_ranks
-from graphmoe.segments import EXPERTS_STAGE, FULL_ITERATION, lowest_stage
+from graphmoe.segments import FULL_ITERATION, lowest_stage
 from graphmoe.training.memory import MEMORY_ERROR, memory_of_places
 
 SIZES = (16, 8, 4, 2, 1)
@@ -126,23 +125,31 @@ def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     on_nvidia = machine.gpu is not None and not machine.gpu.gfx
     for values in options if machine.gpu else ():
         found = with_values(config, values)
-        try:
-            if machine.is_here:
-                refuse_waiting_experts(found, torch.device("cuda", 0))
-        except ConfigError:
-            continue
         if len(violations(found)) > problems:
             continue
+        plan = None if problems else plan_of(found, machine.num_ranks)  # the check lists the problems
+        if plan and machine.is_here and _experts_wait(plan):
+            continue
         last, memory = values, "its memory is not projected"
-        if problems or not is_known:  # the check lists problems
+        if plan is None or not is_known:
             break
-        places = memory_of_places(plan_of(found, machine.num_ranks), on_nvidia=on_nvidia)
+        places = memory_of_places(plan, on_nvidia=on_nvidia)
         larger = [f"; {size} need {total / 1e9:.1f}" for size, total in needs.items() if size > values[SIZE]]
         needs[values[SIZE]] = total = max(place.total for place in places)
         memory = f"{total / 1e9:.1f} of {limit / 1e9:.1f} GB{''.join(larger[-1:])}"
         if total <= (1 - MEMORY_ERROR) * limit:
             break
     return with_values(config, last), memory
+
+
+def _experts_wait(plan: Plan) -> bool:
+    from graphmoe.training.executor import refuse_waiting_experts  # imports compilers
+
+    try:
+        refuse_waiting_experts(plan, torch.device("cuda", 0), fuses=plan.fuses_experts)
+    except ConfigError:
+        return True
+    return False
 
 
 def _is_projected(config: RunConfig) -> bool:
@@ -175,23 +182,3 @@ def _options(config: RunConfig, machine: Machine, most: int) -> Iterator[dict[st
                 needed = lowest_stage(scope) if has_experts(config.model) else 0
                 stage = needed if config.moe.sync_free_stage == AUTO else config.moe.sync_free_stage
                 yield {OVERLAP: overlap, SIZE: size, SCOPE: scope, "moe.sync_free_stage": stage}
-
-
-def refuse_waiting_experts(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError if the experts' GEMMs would sync although moe.sync_free_stage forbids it."""
-    stage, scope, dtype = config.moe.sync_free_stage, config.graph.scope, dtype_of(config.precision.compute)
-    waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
-    if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
-        return
-    needed = [] if experts_of(config).fuses_experts else ["compile.enabled=true with the pass fuse_experts"]
-    if config.moe.experts == "torch":
-        needed.append("moe.experts=auto")
-    if not needed:
-        return
-    half = "precision.compute=bf16, " if has_grouped_kernel(torch.bfloat16, device) else ""
-    lower = "graph.scope=none with " if lowest_stage(scope) >= EXPERTS_STAGE else ""
-    raise ConfigError(
-        f"moe.sync_free_stage={stage} (graph.scope={scope} needs {lowest_stage(scope)}): the experts "
-        f"must not wait for the host, but torch's grouped GEMMs in {dtype} do on this device; use "
-        f"{' and '.join(needed)}, {half}or {lower}moe.sync_free_stage=auto"
-    )

@@ -20,6 +20,7 @@ from graphmoe.ops.fp8 import reason_against
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, Experts, InBf16
 from graphmoe.ops.grouped_mlp import row_of
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
+from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner
@@ -38,8 +39,7 @@ from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.overlap import Overlap
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.segments import EXPERTS_STAGE, Executor, Segment, run_segments
-from graphmoe.training.auto import refuse_waiting_experts
+from graphmoe.segments import EXPERTS_STAGE, Executor, Segment, lowest_stage, run_segments
 from graphmoe.training.products import (
     dense_products,
     describe_products,
@@ -82,7 +82,7 @@ class Execution:
         self._recompute = plan.recompute
         if self._recompute:
             log.info("the backward computes again: %s", self._recompute.words())
-        refuse_waiting_experts(plan.config, device)
+        refuse_waiting_experts(plan, device, fuses=self.fuses)
         if plan.moe.experts != "auto":
             row_of(plan.moe.experts)  # raises for an unknown backend, even if nothing runs on it
         log.info("host syncs: moe.sync_free_stage=%d", plan.moe.sync_free_stage, extra=FILE_ONLY)
@@ -286,6 +286,26 @@ def mlp_shape(plan: Plan) -> MlpShape:
         model.num_experts // layout.ep,
         top_k,
         plan.dtype,
+    )
+
+
+def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> None:
+    """Raise ConfigError if the experts' GEMMs would sync although moe.sync_free_stage forbids it."""
+    stage, scope, dtype = plan.moe.sync_free_stage, plan.graph.scope, plan.dtype
+    waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
+    if stage < EXPERTS_STAGE or not waits or not has_experts(plan.model):
+        return
+    needed = [] if fuses else ["compile.enabled=true with the pass fuse_experts"]
+    if plan.moe.experts == "torch":
+        needed.append("moe.experts=auto")
+    if not needed:
+        return
+    half = "precision.compute=bf16, " if has_grouped_kernel(torch.bfloat16, device) else ""
+    lower = "graph.scope=none with " if lowest_stage(scope) >= EXPERTS_STAGE else ""
+    raise ConfigError(
+        f"moe.sync_free_stage={stage} (graph.scope={scope} needs {lowest_stage(scope)}): the experts "
+        f"must not wait for the host, but torch's grouped GEMMs in {dtype} do on this device; use "
+        f"{' and '.join(needed)}, {half}or {lower}moe.sync_free_stage=auto"
     )
 
 

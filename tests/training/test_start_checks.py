@@ -29,9 +29,8 @@ from graphmoe.run.weights import load_weights
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import executor as execution
 from graphmoe.training import run as training
-from graphmoe.training.auto import refuse_waiting_experts
 from graphmoe.training.dry_run import dry_run
-from graphmoe.training.executor import chosen_experts, mlp_shape
+from graphmoe.training.executor import chosen_experts, mlp_shape, refuse_waiting_experts
 from graphmoe.training.start_checks import check_memory, check_start, least_bytes, state_of_places
 from tests.command.test_convert import CONFIG, assert_same_weights, random_model
 from tests.damage import flip_bit
@@ -239,28 +238,28 @@ PASS = "compile.enabled=true with the pass fuse_experts"
 
 
 @pytest.mark.parametrize(
-    ("words", "needed"),
+    ("words", "fuses", "needed"),
     [
-        (("moe.sync_free_stage=2",), PASS), ((STAGE_3,), PASS),
-        ((COMPILED, STAGE_3, "moe.experts=torch"), "moe.experts=auto"),
-        ((STAGE_3, "moe.experts=torch"), f"{PASS} and moe.experts=auto"),
+        (("moe.sync_free_stage=2",), False, PASS), ((STAGE_3,), False, PASS),
+        ((COMPILED, STAGE_3, "moe.experts=torch"), True, "moe.experts=auto"),
+        ((STAGE_3, "moe.experts=torch"), False, f"{PASS} and moe.experts=auto"),
         # fused experts, lower stages and dense models do not wait
-        *(((COMPILED, f"graph.scope={scope}"), "") for scope in ("layer", "moe", "[moe_experts]")),
-        ((COMPILED, STAGE_3, "moe.experts=triton"), ""), (("moe.sync_free_stage=1",), ""),
-        ((COMPILED, "moe.experts=torch"), ""), ((COMPILED, "graph.scope=partial"), ""),
-        ((STAGE_3, "model.num_dense_layers=2"), ""),
+        *(((COMPILED, f"graph.scope={scope}"), True, "") for scope in ("layer", "moe", "[moe_experts]")),
+        ((COMPILED, STAGE_3, "moe.experts=triton"), True, ""), (("moe.sync_free_stage=1",), False, ""),
+        ((COMPILED, "moe.experts=torch"), True, ""), ((COMPILED, "graph.scope=partial"), True, ""),
+        ((STAGE_3, "model.num_dense_layers=2"), False, ""),
     ],
     ids=str,
 )  # fmt: skip
-def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(monkeypatch, words, needed):
+def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(monkeypatch, words, fuses, needed):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # Hopper
-    runs = {dtype: config(*words, f"precision.compute={dtype}") for dtype in ("bf16", "fp32")}
-    refuse_waiting_experts(runs["bf16"], GPU)
-    refuse_waiting_experts(runs["fp32"], CPU)
+    plans = {dtype: plan_of(config(*words, f"precision.compute={dtype}"), 1) for dtype in ("bf16", "fp32")}
+    refuse_waiting_experts(plans["bf16"], GPU, fuses=fuses)
+    refuse_waiting_experts(plans["fp32"], CPU, fuses=fuses)
     with pytest.raises(ConfigError) if needed else nullcontext() as caught:
-        refuse_waiting_experts(runs["fp32"], GPU)
+        refuse_waiting_experts(plans["fp32"], GPU, fuses=fuses)
     if needed:
-        said, stage = str(caught.value), runs["fp32"].moe.sync_free_stage
+        said, stage = str(caught.value), plans["fp32"].config.moe.sync_free_stage
         assert said.startswith(f"moe.sync_free_stage={stage} (graph.scope=")
         ways = f"use {needed}, precision.compute=bf16, or moe.sync_free_stage=auto"
         assert said.endswith(f"in torch.float32 do on this device; {ways}")

@@ -25,8 +25,7 @@ from graphmoe.plan.rules.auto import AUTO, DISPATCHER, OVERLAP, SCOPE, undecided
 from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
-from graphmoe.project.document import machine_of
-from graphmoe.training.auto import decisions
+from graphmoe.training.auto import decisions, machine_of
 
 MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -48,7 +47,7 @@ class Candidates:
         self.num_ranks, self.fixed = args.num_ranks, fixed
         if config.moe.dispatcher in ("local", "alltoall") and DISPATCHER not in fixed:
             config = with_values(config, {DISPATCHER: AUTO})
-        self.config, self._machine = config, machine_of(args)._replace(memory=math.inf)
+        self.config, self._machine = config, machine_of(args.card, args.num_ranks)._replace(memory=math.inf)
         self._per_node, nodes = args.per_node, args.num_ranks // args.per_node
         self._launch = replace(config.launch, nproc=self._per_node, nodes=nodes)
         self.kinds = self._kinds()

@@ -16,7 +16,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
-from graphmoe.training.auto import Machine, decided
+from graphmoe.training.auto import decided, machine_of
 from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, memory_of_places
 
 NOT_COUNTED = (
@@ -52,18 +52,14 @@ def projected(
     return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
 
 
-def machine_of(args: ProjectArgs) -> Machine:
-    card = args.card
-    return Machine(args.num_ranks, args.per_node, card.gpu, card.memory_gb * 1e9)
-
-
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     """Estimate memory (decimal GB), time and FLOPs of a resolved configuration. *Raises* ConfigError.
 
     Automatic keys become what they would on the cards.
     Ranks at one position along pp are alike. FLOPs are the model's: no recompute, causal attention halved.
     """
-    card, config = args.card, decided(config, machine_of(args))
+    card = args.card
+    config = decided(config, machine_of(card, args.num_ranks))
     plan = short_plan(config, args.num_ranks)
     layout, pipeline, micro_batches = plan.layout, plan.pipeline, plan.num_micro_batches
     virtual_stages = len(plan.stages) // layout.pp

@@ -13,7 +13,7 @@ from graphmoe.config.formats import FORMATS, Gpu, automatic_format
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.ops.fp8 import gpu_of
-from graphmoe.plan.costs.hardware import GPUS_PER_NODE
+from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card
 from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.experts import experts_of, has_experts
 from graphmoe.plan.layout import Layout
@@ -57,6 +57,10 @@ def this_machine(config: RunConfig) -> Machine:
     has_peers &= all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(a))
     memory = torch.cuda.get_device_properties(device).total_memory
     return Machine(*sizes, gpu_of(device), memory, has_peers, is_here=True)
+
+
+def machine_of(card: Card, num_ranks: int) -> Machine:
+    return Machine(num_ranks, card.per_node, card.gpu, card.memory_gb * 1e9)
 
 
 def decided(

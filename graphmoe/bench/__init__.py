@@ -42,16 +42,20 @@ class BenchArgs:
     """step: values of graph.scope; none is measured first and once more last."""
     micro_batch_sizes: list[int] = field(default_factory=list)
     """step: sequences per micro-batch, with each of seq_lens; default: 1 and 4 of 4096 tokens, 1 of 512.
-    ladder: those of all rungs, then of larger ones at its end; default: 2, then 4."""
+    ladder: first those of all rungs; each is tried at the best settings; default: 2,1,4."""
     seq_lens: list[int] = field(default_factory=list)
     """step: tokens per sequence; default: 4096."""
     overrides: str | None = None
     """step, ladder, projection: further overrides of the runs, separated by commas, such as
     model=mixtral_8x7b,model.num_layers=2."""
     limit_s: int = 300
-    """step, ladder, projection: seconds that a row may take, > 0; calibrate: of the row of the host."""
+    """step, ladder, projection: seconds that a job may take, > 0; calibrate: that the row of the host may."""
+    passes: int = 3
+    """ladder: jobs of each rung, > 0, in alternating order: forward, backward, forward."""
+    stop_after_s: int | None = None
+    """ladder: seconds after which no further job starts; the same command with the same out= goes on."""
     nproc: int | None = None
-    """ladder: GPUs, which share the experts, >= 2; default: all that are visible, or 2 ranks on a CPU.
+    """ladder: GPUs, which share the experts, > 0; default: all that are visible, or 2 ranks on a CPU.
     step, projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
     rates: Path | None = None
     """projection: document of suite=calibrate, or another file of rates; default: the tool's own."""
@@ -59,7 +63,7 @@ class BenchArgs:
     """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None
     """File that ends in .json for the document, written at the end, with the ladder's chart beside it.
-    Until then a file that ends in .rows.jsonl has the rows that are there."""
+    Until then a file that ends in .rows.jsonl has the rows that are there; a ladder goes on from it."""
     format: OutputFormat = OutputFormat.text
     """text, or json: one document on stdout and nothing else there."""
 
@@ -74,6 +78,8 @@ OF_SUITES = {
     "micro_batch_sizes": (SuiteName.step, SuiteName.ladder),
     "overrides": OF_RUNS,
     "limit_s": (*OF_RUNS, SuiteName.calibrate),
+    "passes": (SuiteName.ladder,),
+    "stop_after_s": (SuiteName.ladder,),
     "rates": (SuiteName.projection,),
     "blocks": (SuiteName.dispatch,),
     "nproc": OF_RUNS,
@@ -102,8 +108,11 @@ def ranks_of(args: BenchArgs, gpus: int) -> int:
 
 
 def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
-    if args.repeats < 1:
-        yield f"repeats={args.repeats} must be 1 or more, such as repeats=20"
+    for name, usual in (("repeats", 20), ("passes", 3)):
+        if (value := getattr(args, name)) < 1:
+            yield f"{name}={value} must be 1 or more, such as {name}={usual}"
+    if args.stop_after_s is not None and (args.stop_after_s < 1 or args.out is None):
+        yield f"stop_after_s={args.stop_after_s} must be 1 or more and needs a file, such as out=ladder.json"
     if not 1 <= args.limit_s <= MOST_S:
         yield f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120"
     for name, suites in OF_SUITES.items():
@@ -139,10 +148,7 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
     elif 0 < gpus < size:
         yield f"{name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
     ranks = ranks_of(args, gpus)
-    if args.suite is SuiteName.ladder and ranks < 2:
-        given = f"nproc={ranks}" if args.nproc is not None else f"{ranks} visible GPU"
-        yield f"{given}: suite=ladder distributes experts over GPUs; use nproc=2 or more"
-    elif ranks < 1:
+    if ranks < 1:
         yield f"nproc={ranks} must be 1 or more"
     elif 0 < gpus < ranks:
         yield f"nproc={ranks}, but {gpus} GPUs are visible; use nproc={gpus}"

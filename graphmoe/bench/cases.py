@@ -7,6 +7,7 @@ import math
 import os
 import re
 import string
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -173,23 +174,34 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?<![\w./:~])/(?:[^/\s'\",=]+/)+", "", text)
 
 
-def run_cases(
-    cases: Sequence[Case], brief: Callable[[Row], str], out: Path | None, only: Sequence[str] = ()
-) -> list[Row]:
-    """Run the chosen cases and return their rows, also in `rows_file` of ``out``; a failed case is a row.
-
-    *Raises* ConfigError for an ``only`` that begins no case's name.
-    """
-    if unknown := [prefix for prefix in only if not any(case.name.startswith(prefix) for case in cases)]:
-        names = [case.name for case in cases]
+def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    """Return the names that begin with one of ``only``. *Raises* ConfigError for one that begins none."""
+    if unknown := [prefix for prefix in only if not any(name.startswith(prefix) for name in names)]:
         if len(names) > MOST_NAMED:
             parts = (name.rpartition("/") for name in names)
             names = [*dict.fromkeys(f"{start}/..." if start else name for start, _, name in parts)]
         raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases: {', '.join(names)}")
-    cases = [case for case in cases if not only or case.name.startswith(tuple(only))]
-    rows: list[Row] = []
+    return [name for name in names if not only or name.startswith(tuple(only))]
+
+
+def run_cases(
+    cases: Sequence[Case], brief: Callable[[Row], str], out: Path | None, only: Sequence[str] = (),
+    earlier: Sequence[Row] = (), until: float = math.inf,
+) -> list[Row]:  # fmt: skip
+    """Run the chosen cases and return their rows, also in `rows_file` of ``out``; a failed case is a row.
+
+    The last row of ``earlier`` that has a case's facts replaces it. Exits with status 0 before a case that
+    would begin after ``until`` of time.monotonic. *Raises* ConfigError as `chosen` does.
+    """
+    names, rows = chosen([case.name for case in cases], only), list[Row]()
+    cases = [case for case in cases if case.name in names]
     for number, case in enumerate(cases, start=1):
-        started = time.monotonic()
+        if known := [row for row in earlier if case.about.items() <= row.items()]:
+            rows.append(known[-1])
+            continue
+        if (started := time.monotonic()) > until:
+            log.info("stopped before [%d/%d] %s; the same command goes on", number, len(cases), case.name)
+            sys.exit()
         try:
             found = [{**case.about, "error": None, **row} for row in case.run()]
         except Exception as error:  # whatever a kernel, a job or the allocator may raise
@@ -214,6 +226,15 @@ def keep(out: Path | None, rows: Sequence[Row]) -> None:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         log.warning("intermediate results cannot be saved: %s", error)
+
+
+def earlier_rows(out: Path | None) -> list[Row]:
+    """Return the rows of an interrupted suite, without a line that it did not finish."""
+    if out is None or not (file := rows_file(out)).exists():
+        return []
+    whole, end, _ = file.read_bytes().rpartition(b"\n")
+    os.truncate(file, len(whole + end))
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def rows_file(out: Path) -> Path:

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 import re
 import signal
 import subprocess
@@ -91,13 +92,14 @@ def measure(
     device: torch.device,
     full: bool,
     brief: str = "{median_ms:.2f} ms, {tokens_per_s:,.0f} tokens/s a GPU",
-    **method: Any,
+    earlier: Sequence[Row] = (),
+    until: float = math.inf,
 ) -> cases.Measured:
     """Run the cases as training jobs; return rows by ``numbers_of``. *Raises* ConfigError if none can run."""
     ranks = ranks_of(args, torch.cuda.device_count() if device.type == "cuda" else 0)
     runs = cases_of(args, device.type, full, ranks)
     refused = [run.config for run in runs if isinstance(run.config, ConfigError)]
-    if len(refused) == len(runs):
+    if runs and len(refused) == len(runs):
         raise refused[0]
 
     def numbers(run: RunCase) -> list[Row]:
@@ -106,9 +108,9 @@ def measure(
         return [numbers_of(run.config, ranks, train(run.row["overrides"], args.limit_s), args.repeats)]
 
     made = [cases.Case(run.name, run.row, functools.partial(numbers, run)) for run in runs]
-    rows = cases.run_cases(made, brief.format_map, args.out, args.only)
+    rows = cases.run_cases(made, brief.format_map, args.out, args.only, earlier, until)
     warm_up = f"graph.warmup_steps + 1 + {WARM_UP_STEPS}"
-    return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s, **method}
+    return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s}
 
 
 def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary: Row) -> Row:
@@ -156,13 +158,15 @@ def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
     return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
 
 
-def refuse(args: BenchArgs) -> list[str]:
-    """Return the user's overrides. *Raises* ConfigError for one that the suite sets."""
+def refuse(args: BenchArgs, **instead: str) -> list[str]:
+    """Return the user's overrides. *Raises* ConfigError for one that the suite sets, by key or section."""
     own, fixed = split_list(args.overrides or ""), {key_of(word) for word in UNREAD} | {"train.log_interval"}
+    has = {key for key, name in KEYS.items() if args.suite in OF_SUITES.get(name, (args.suite,))}
+    instead = {key: f"{KEYS[key]}=..." for key in has} | instead
     for word in own:
         key = key_of(word)
-        if key in KEYS and args.suite in OF_SUITES.get(KEYS[key], (args.suite,)):
-            raise ConfigError(f"overrides={word}: the suite sets {key}; use {KEYS[key]}=...")
+        if use := instead.get(key) or instead.get(key.partition(".")[0] + "."):
+            raise ConfigError(f"overrides={word}: the suite sets {key}; use {use}")
         if key in fixed or key.startswith(("checkpoint.", "profile.")):
             raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")
     return own

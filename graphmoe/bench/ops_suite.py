@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphmoe.bench import BenchArgs, cases
 from graphmoe.bench.cases import Call, Calls, Operation, Run, mlp_inputs, normal, route
@@ -20,6 +21,7 @@ from graphmoe.ops.attention import causal_attention
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
+LOOP = "loop"
 BF16, F32, I32 = 2, 4, 4  # bytes of an element
 MLP_RESULTS = {
     "forward": ("y", "h"),
@@ -55,6 +57,10 @@ def measure_operations(args: BenchArgs, device: torch.device, full: bool) -> cas
     operations, left_out = ops_suite(full, device)
     made = [operation.case(device, args.repeats) for operation in operations]
     rows = cases.run_cases(made, "{alternative} {median_ms:.3f} ms".format_map, args.out, args.only)
+    loops = {row["case"]: row["median_ms"] for row in rows if row["alternative"] == LOOP and not row["error"]}
+    for row in rows:
+        if row["case"] in loops and not row["error"]:
+            row["over_loop"] = loops[row["case"]] / row["median_ms"]
     flushed = FLUSH_BYTES if device.type == "cuda" else 0
     method = {"warm_up_calls": WARM_UP_CALLS, "max_s_per_case": MAX_CASE_S, "cache_flush_bytes": flushed}
     return rows, left_out, method
@@ -89,23 +95,44 @@ def _mlp(name: str, layer: MlpShape, skewed: bool, direction: str, backends: Seq
     is_step = direction == "forward_backward"
 
     def make(generator: torch.Generator) -> Mapping[str, Call | Run]:
-        (inputs,) = mlp_inputs(layer, generator, "forward" if is_step else direction, skewed=skewed)
+        op = "forward" if is_step else direction
+        (inputs,) = mlp_inputs(layer, generator, op, skewed=skewed)
+        mix = [f"auto={_auto(layer, generator.device)}"] if is_step else []
+        calls = {name: _grouped(op, name.removeprefix("auto=")) for name in (*backends, *mix)}
+        if op == "forward":
+            calls[LOOP] = functools.partial(_loop, inputs[4].tensor_split(inputs[6][:-1].long().cpu()))
         if not is_step:
-            return {backend: functools.partial(call_op, direction, *inputs, backend) for backend in backends}
-        dy_TD, mix = normal(generator, layer.T, layer.D), _auto(layer, generator.device)
-        names = {backend: backend for backend in backends} | {f"auto={mix}": mix}
-        return {name: _step(inputs, dy_TD, backend) for name, backend in names.items()}
+            return {name: functools.partial(call, *inputs) for name, call in calls.items()}
+        dy_TD = normal(generator, layer.T, layer.D)
+        return {name: _step(inputs, dy_TD, call) for name, call in calls.items()}
 
     flops = (3 if is_step else 1) * 3 * 2 * layer.T * layer.K * layer.F * layer.D  # gate, up and down
     about = f"{name}/{direction}", _sizes(layer), flops
     return Operation(*about, "FLOPs", MLP_RESULTS[direction], make, "kept" if is_step else None)
 
 
-def _step(inputs: Sequence[Tensor], dy_TD: Tensor, backend: str) -> Run:
+def _grouped(op: str, backend: str) -> Call:
+    return lambda *inputs: call_op(op, *inputs, backend)
+
+
+def _loop(slots_E: Sequence[Tensor], x_TD: Tensor, *experts: Tensor) -> tuple[Tensor]:
+    """Apply expert after expert in plain PyTorch, with its slots known to the host."""
+    y_TD, (gate_up_EHD, down_EDF, weight_TK, *_) = torch.zeros_like(x_TD), experts
+    # Gradients are one stack, while those of slices would be E tensors of all experts
+    halves = gate_up_EHD.view(-1, down_EDF.shape[2], x_TD.shape[1]).unbind()
+    for slot, gate, up, down in zip(slots_E, halves[::2], halves[1::2], down_EDF.unbind(), strict=True):
+        token, weight = slot // weight_TK.shape[1], weight_TK.flatten().index_select(0, slot)
+        x = x_TD.index_select(0, token)
+        a = functional.silu(functional.linear(x, gate)) * functional.linear(x, up) * weight[:, None]
+        y_TD.index_add_(0, token, functional.linear(a.to(x.dtype), down))
+    return (y_TD,)
+
+
+def _step(inputs: Sequence[Tensor], dy_TD: Tensor, experts: Call) -> Run:
     leaves, plan = [tensor.detach().requires_grad_() for tensor in inputs[:4]], inputs[4:]
 
     def forward() -> Tensor:
-        return call_op("forward", *leaves, *plan, backend)[0]
+        return experts(*leaves, *plan)[0]
 
     def call() -> tuple[Tensor, ...]:
         y_TD = forward()
@@ -273,9 +300,11 @@ OPS = cases.Suite(
     measure_operations,
     "case: {case} | alternative: {alternative} | median ms: {median_ms:.4f} | "
     "p10 to p90: {p10_ms:.4f} to {p90_ms:.4f} | floor ms: {floor_ms:.4g} | "
-    "time / floor: {time_over_floor:.2f} | memory MiB: {memory_bytes:Mi*,.0f} {memory_kind}",
+    "time / floor: {time_over_floor:.2f} | loop / time: {over_loop:.2f} | "
+    "memory MiB: {memory_bytes:Mi*,.0f} {memory_kind}",
     "Times: medians of up to {method[repeats]} calls with cold caches, alternatives in turns. Floors, as "
     "measured on an H200: FLOPs at {method[floor_flops_per_s]:T*.0f} TFLOP/s, those of fp8_mlp and "
-    "fp8_linear at {method[floor_fp8_flops_per_s]:T*,.0f}, bytes at {method[floor_bytes_per_s]:T*.1f} TB/s.\n"
+    "fp8_linear at {method[floor_fp8_flops_per_s]:T*,.0f}, bytes at {method[floor_bytes_per_s]:T*.1f} TB/s. "
+    "loop: eager PyTorch, expert after expert.\n"
     "Memory: kept for the backward beside x and y; peak above the inputs and the gradients dh and dw.",
 )

@@ -11,7 +11,7 @@ import torch
 from graphmoe.bench import BenchArgs
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import ops_suite as ops
-from graphmoe.bench.cases import Case, Operation, keep, run_cases
+from graphmoe.bench.cases import Case, Operation, earlier_rows, keep, run_cases
 from graphmoe.bench.replicas_suite import MODELS, Sizes, planned
 from graphmoe.ops import replicas
 from tests.runs import refusal
@@ -65,7 +65,12 @@ def test_every_case_runs_and_stdout_is_what_the_file_holds(tmp_path, capsys, mon
     assert document["environment"]["command"][2:] == command
     assert document["left_out"] == ["triton, turbo, te: a CPU has the torch backend only"]
     assert str(tmp_path) not in json.dumps(document) and "host" not in document["environment"]
-    row = r"\| grouped_mlp/v2_lite/forward \| torch( \| [\d.e-]+( to [\d.]+)?){4} \|  \|"
+    loops = {row["case"]: row for row in document["rows"] if row["alternative"] == "loop"}
+    assert {name.rpartition("/")[2] for name in loops} == {"forward", "forward_backward"} and len(loops) == 12
+    for row in document["rows"]:
+        gain = loops[row["case"]]["median_ms"] / row["median_ms"] if row["case"] in loops else None
+        assert row.get("over_loop") == gain
+    row = r"\| grouped_mlp/v2_lite/forward \| torch( \| [\d.e-]+( to [\d.]+)?){5} \|  \|"
     assert re.fullmatch(row, table_of(document)[2])
     assert "times of a CPU" in (text := bench.render(document)) and "790 TFLOP/s" in text
 
@@ -103,6 +108,8 @@ def test_rows_that_cross_ranks_are_those_of_the_split():
 
 WRONG = (
     ("repeats=0", "repeats=0 must be 1 or more"),
+    ("suite=ladder device=cpu passes=0", "passes=0 must be 1 or more, such as passes=3"),
+    ("suite=ladder device=cpu stop_after_s=9", "stop_after_s=9 must be 1 or more and needs a file, such as"),
     ("suite=model", "suite=model: expected one of ops"),
     ("device=cpu shapes=full", "use shapes=tiny or shapes=auto"),
     ("device=cpu only=permute,gemm", "only=gemm: no case starts with that; cases: grouped_mlp/v2_lite"),
@@ -119,17 +126,16 @@ WRONG = (
     ("suite=step overrides=train.val_batches=2", "sets train.val_batches, so that only steps are timed"),
     ("suite=step device=cpu overrides=model.top_k=9", "use 1 to 8"),
     ("suite=step device=cpu only=mbs9", "mbs2_s32/none_again"),
-    ("suite=ladder device=cpu nproc=1", "nproc=1: suite=ladder distributes experts"),
+    ("suite=ladder device=cpu nproc=0", "nproc=0 must be 1 or more"),
+    ("suite=ladder device=cpu nproc=1 only=symm", "only=symm: no case starts with that; cases: baseline, "),
+    ("suite=ladder device=cpu overrides=precision.fp8=rowwise", "the suite sets precision.fp8; use only="),
     ("suite=ladder device=cpu blocks=1", "blocks=1 has no effect with suite=ladder; use suite=dispatch"),
     ("suite=ladder device=cpu only=top", "only=top: no case starts with that; cases: baseline, loss_"),
-    ("suite=ladder device=cpu overrides=moe.dispatcher=symm", "rung symm sets moe.dispatcher; choose rungs"),
-    ("suite=ladder device=cpu overrides=graph=layer", "sets graph; choose rungs by only="),
+    ("suite=ladder device=cpu overrides=moe.dispatcher=symm", "the suite sets moe.dispatcher; use only=..."),
+    ("suite=ladder device=cpu overrides=graph=layer", "sets graph; use only=... to choose rungs"),
     ("suite=ladder device=cpu overrides=train.micro_batch_size=4", "use micro_batch_sizes=..."),
     ("suite=ladder device=cpu overrides=checkpoint.interval=4", "the suite sets checkpoint.interval"),
-    (
-        "suite=ladder device=cpu overrides=parallel.tp=2",
-        "the suite puts all GPUs into parallel.ep; use nproc=",
-    ),
+    ("suite=ladder device=cpu overrides=parallel.tp=2", "the suite sets parallel.tp; use nproc="),
     ("suite=ladder device=cpu overrides=model=no_such", "no_such"),
     ("suite=projection device=cpu overrides=launch.nproc=2", "use nproc="),
 )
@@ -185,11 +191,22 @@ def made_up(name):
 def test_rows_are_kept_at_once_and_by_the_first_rank_alone(tmp_path, monkeypatch, caplog):
     out, file = tmp_path / "ops.json", tmp_path / "ops.rows.jsonl"
     cases = [made_up(name) for name in ("first", "second", "killed", "never")]
+    caplog.set_level("INFO")
     with pytest.raises(KeyboardInterrupt):
         run_cases(cases, str, out)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["case"] for row in kept] == ["first", "first again", "second", "second again"]
     assert [row["error"] for row in kept] == [None, "no"] * 2 and not out.exists()
+    with file.open("a") as torn:
+        torn.write('{"case": "kil')
+    assert earlier_rows(out) == kept and earlier_rows(tmp_path / "none.json") == []
+    assert file.read_text().count("\n") == 4 and file.read_text().endswith("\n")
+    again = [cases[0], Case("second", {"case": "second"}, fails)]
+    assert [row["error"] for row in run_cases(again, str, out, earlier=kept)] == [None, None]
+    assert run_cases(again[:1], str, out, earlier=kept[1:], until=math.inf)[1:] == kept[1:2]
+    with pytest.raises(SystemExit) as stopped:
+        run_cases(again, str, out, earlier=kept[:1], until=0)
+    assert not stopped.value.code and "stopped before [2/2] second" in caplog.text
     keep(tmp_path / "gone" / "ops.json", kept)
     assert "intermediate results cannot be saved" in caplog.text
     file.unlink()

@@ -21,6 +21,19 @@ def test_every_case_runs_on_a_gpu_at_tiny_shapes():
     assert sum(row["alternative"].startswith("auto=") for row in rows) == 6  # three shapes, two routings
 
 
+def test_a_ladder_of_one_gpu_has_gains_and_slow_steps(tmp_path):
+    words = ["suite=ladder", "shapes=tiny", "nproc=1", "repeats=5", "passes=2"]
+    words += ["only=baseline,loss_fusion,full_iteration,host_tuning", f"out={tmp_path / 'ladder.json'}"]
+    document = bench.bench(bench.parse_args(BenchArgs, words, prog="graphmoe.bench"), words)
+    assert [line.partition(":")[0] for line in document["left_out"]] == ["symm", "replicas", "ep_overlap"]
+    rows = {row["rung"]: row for row in document["rows"]}
+    assert [row["error"] for row in rows.values()] == [None] * 4
+    for name, row in rows.items():
+        assert [job["pass"] for job in row["jobs"]] == [1, 2] and row["peak_gib"] > 0
+        assert ("p99_over_p50" in row) == (name in ("full_iteration", "host_tuning"))
+        assert row["gain"].count("%") in ((0,) if name == "baseline" else (2, 3))
+
+
 def test_steps_are_timed_on_a_gpu_with_idle_time_memory_and_kernels():
     words = ["suite=step", "shapes=tiny", "overrides=compile=none", "scopes=none,full_iteration"]
     args = bench.parse_args(BenchArgs, [*words, "repeats=5"], prog="graphmoe.bench")

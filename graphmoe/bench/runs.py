@@ -33,7 +33,7 @@ LITE = ("model=deepseek_v2_lite", "model.num_layers=6", *DATA)
 WHOLE = ("model=deepseek_v2_lite", *DATA, "data.seq_len=4096", "precision.compute=bf16")
 QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4", *DATA)
 PLAIN = ("graph.scope=none", "pipeline.ep_overlap=false")
-LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16", *PLAIN), ("data.seq_len=32", *PLAIN)
+LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16", *PLAIN), ("data.seq_len=32",)
 MEMORY = (
     "Memory: most in torch's allocator at a time, of the worst rank; GPU GiB: all at the end, with graphs."
 )
@@ -77,7 +77,8 @@ FULL_RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "small_none": (4, 1, ("model=tiny", *DATA, "data.seq_len=256", "precision.compute=bf16", *PLAIN)),
 }
 """Micro-batch size, micro-batches of a step for each rank along dp, and overrides of each run."""
-TINY_RUNS = {"plain": (1, 1, (*TINY, *SHORT)), "recompute": (1, 1, (*TINY, *SHORT, "recompute.all=true"))}
+SMALL = (*TINY, *SHORT, *PLAIN)
+TINY_RUNS = {"plain": (1, 1, SMALL), "recompute": (1, 1, (*SMALL, "recompute.all=true"))}
 
 
 def step_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[RunCase]:

@@ -98,7 +98,7 @@ def test_tables_end_in_a_verdict(project):
         ("launch.nodes=2", 2, 16),
         ("launch.nproc=2 nodes=3", 3, 6),
         ("launch=node", 1, 8),
-        ("experiment=deepseek_v2_32_mi355x", 4, 32),
+        ("experiment=deepseek_v2_32_mi355x moe.dispatcher=alltoall", 4, 32),
     ],
 )
 def test_nodes_and_their_gpus_are_those_of_a_run(words, nodes, ranks, document):

@@ -146,10 +146,10 @@ def train(config: RunConfig) -> float | None:
 
         start_logging(None, "launch", on_console=True)
         config = with_epochs(config)
-    config = with_decided_keys(config, Path(HydraConfig.get().runtime.output_dir))
-    if config.launch.write_only:
+    if config.launch.write_only:  # its workers decide automatic keys, on their machine
         _write_only(config)
         return None
+    config = with_decided_keys(config, Path(HydraConfig.get().runtime.output_dir))
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from

@@ -198,9 +198,10 @@ def _say_what_is_left_out(config: RunConfig) -> None:
     automatic = {note.partition("=")[0] for note in config.run.auto}
     if config.graph.scope != "none" and "graph.scope" not in automatic:
         log.warning("graph.scope=%s has no effect on a dry run: nothing is captured", config.graph.scope)
-    if config.pipeline.ep_overlap and config.parallel.pp == 1 and "pipeline.ep_overlap" not in automatic:
+    overlap_is_asked = config.pipeline.ep_overlap and "pipeline.ep_overlap" not in automatic
+    if overlap_is_asked and config.parallel.pp == 1:
         log.warning("pipeline.ep_overlap=true overlaps nothing in a dry run, which runs one micro-batch")
-    elif config.pipeline.ep_overlap:
+    elif overlap_is_asked:
         log.info(
             "dry run: the forward and backward that pipeline.ep_overlap=true overlaps run one after the other"
         )

@@ -174,7 +174,7 @@ def _options(config: RunConfig, machine: Machine, most: int) -> Iterator[dict[st
     if given != AUTO or machine.gpu is None:
         sizes = [auto.assumed_size(config)]
     elif pipeline.microbatches:
-        sizes = [batch // pipeline.microbatches or 1]
+        sizes = [max(batch // pipeline.microbatches, 1) if batch % pipeline.microbatches == 0 else 1]
     # overlap is measured for symm without a pipeline (docs/benchmarks/README.md)
     gains = config.moe.dispatcher == "symm" and pp == 1
     overlaps = [True] * gains + [False] if pipeline.ep_overlap == AUTO else [pipeline.ep_overlap]

@@ -39,7 +39,8 @@ def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
 def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) -> None:
     """Raise ConfigError if the backend cannot run the head sizes; warn if it is slow."""
     facts = attention_facts(config)
-    backend = choose_backend(config.attention_backend, device_type, facts.head, facts.value)
+    groups = facts.kv_heads not in (None, config.num_heads)
+    backend = choose_backend(config.attention_backend, device_type, facts.head, facts.value, groups=groups)
     largest = max(facts.head, facts.value)
     warn_of_slow_heads(AttentionBackend.sdpa if ring else backend, device_type, largest)
 
@@ -67,8 +68,8 @@ class CoreAttention:
         with part("core_attn"):
             if self.ring:
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
-            sizes, is_half = (q.shape[-1], v.shape[-1]), q.dtype in HALF_DTYPES
-            backend = choose_backend(self.backend, q.device.type, *sizes, is_half=is_half)
+            how = {"groups": q.shape[2] != v.shape[2], "is_half": q.dtype in HALF_DTYPES}
+            backend = choose_backend(self.backend, q.device.type, q.shape[-1], v.shape[-1], **how)
             out = causal_attention(q, k, v, scale=self.scale, backend=backend)
         # [B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)

@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 KEY = "model.attention_backend"
 # their backward is deterministic if torch asks for that; the last takes any input
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-FLASH_MAX_HEAD_DIM = 256  # largest head of flash kernels
-FLASHES = AttentionBackend.padded_flash, AttentionBackend.flash4
+FLASH_MAX_HEAD_DIM = 256  # largest head of torch's flash kernels
+# query and value heads; with (48, 32) version 4.0.0b36 returns wrong values on Hopper
+FLASH4_HEADS = (64, 64), (96, 96), (128, 128), (192, 128)
 
 
 def causal_attention(
@@ -44,21 +45,21 @@ def causal_attention(
 
 def choose_backend(
     requested: AttentionBackend, device_type: str, head_dim: int, v_head_dim: int, *,
-    is_half: bool = True, is_rocm: bool = torch.version.hip is not None,
+    groups: bool = False, is_half: bool = True, is_rocm: bool = torch.version.hip is not None,
 ) -> AttentionBackend:  # fmt: skip
-    """Return the backend to run: ``auto`` resolved, any other checked. Raises ConfigError."""
-    sizes = head_dim, v_head_dim
+    """Return the backend to run; ``groups``: query heads share key-value heads. Raises ConfigError."""
+    sizes, where = (head_dim, v_head_dim), (device_type, is_rocm)
     if requested is AttentionBackend.auto:
         # flash on ROCm needs equal head sizes, and ROCm has no cuDNN for others
         pads = device_type == "cuda" and is_rocm and head_dim != v_head_dim
         fits = max(sizes) <= FLASH_MAX_HEAD_DIM
-        against = _reason_against(AttentionBackend.flash4, device_type, is_rocm, sizes)
+        against = _reason_against(AttentionBackend.flash4, *where, sizes, groups)
         if is_half and _has_flash4() and not against:
             return AttentionBackend.flash4
         return AttentionBackend.padded_flash if pads and fits else AttentionBackend.sdpa
-    reason = _reason_against(requested, device_type, is_rocm, sizes)
+    reason = _reason_against(requested, *where, sizes, groups)
     if reason:
-        valid = [b.value for b in AttentionBackend if not _reason_against(b, device_type, is_rocm, sizes)]
+        valid = [b.value for b in AttentionBackend if not _reason_against(b, *where, sizes, groups)]
         raise ConfigError(f"{KEY}={requested.value} {reason}; use one of: {', '.join(valid)}")
     require_package(KEY, requested.value)
     return requested
@@ -79,7 +80,7 @@ def warn_of_slow_heads(backend: AttentionBackend, device_type: str, size: int) -
 
 
 def _reason_against(
-    backend: AttentionBackend, device_type: str, is_rocm: bool, sizes: tuple[int, int]
+    backend: AttentionBackend, device_type: str, is_rocm: bool, sizes: tuple[int, int], groups: bool
 ) -> str | None:
     if backend in (AttentionBackend.auto, AttentionBackend.sdpa):
         return None
@@ -89,9 +90,12 @@ def _reason_against(
         return "is Primus-Turbo, which needs a ROCm build of torch"
     if backend is AttentionBackend.flash4 and is_rocm:
         return "is FlashAttention-4, which needs an NVIDIA GPU"
-    if backend is AttentionBackend.flash4 and any(size % 8 for size in sizes):
-        return f"has kernels for multiples of 8, and heads have {sizes[0]} and {sizes[1]}"
-    if backend in FLASHES and max(sizes) > FLASH_MAX_HEAD_DIM:
+    if backend is AttentionBackend.flash4 and sizes not in FLASH4_HEADS:
+        known = ", ".join(f"{head}/{value}" for head, value in FLASH4_HEADS)
+        return f"is tested for query/value heads of {known}, not {sizes[0]}/{sizes[1]}"
+    if backend is AttentionBackend.flash4 and groups and sizes[0] != sizes[1]:
+        return "has no backward for value heads of another size that several query heads share"
+    if backend is AttentionBackend.padded_flash and max(sizes) > FLASH_MAX_HEAD_DIM:
         return f"has no kernel for heads of {max(sizes)} (at most {FLASH_MAX_HEAD_DIM})"
     return None
 

@@ -65,7 +65,8 @@ def test_every_backend_matches_the_fp64_reference_at_mla_heads(backend):
 def test_torch_backends_run_any_shape_and_dtype(backend, shape, dtype):
     if backend is AttentionBackend.padded_flash and max(shape[-2:]) > 256:
         pytest.skip("choose_backend refuses it")
-    chosen = choose_backend(backend, "cuda", *shape[-2:], is_half=dtype is torch.bfloat16)
+    how = {"groups": shape[2] != shape[3], "is_half": dtype is torch.bfloat16}
+    chosen = choose_backend(backend, "cuda", *shape[-2:], **how)
     assert_matches_reference(runner(chosen), shape, dtype, "cuda")
 
 

@@ -134,8 +134,8 @@ CHOICES = [  # requested, where, sizes of heads, the backend or the ones that th
     (FLASH4, CUDA, (192, 128), FLASH4),
     (FLASH4, CPU, (128, 128), "auto, sdpa"),
     (FLASH4, ROCM, (128, 128), "auto, sdpa, padded_flash, turbo, te"),
-    (FLASH4, CUDA, (60, 64), "auto, sdpa, padded_flash, te"),
-    (FLASH4, CUDA, (320, 128), "auto, sdpa, te"),
+    (FLASH4, CUDA, (48, 32), "auto, sdpa, padded_flash, te"),
+    (FLASH4, CUDA | {"groups": True}, (192, 128), "auto, sdpa, padded_flash, te"),
     (TURBO, CUDA, (128, 128), "auto, sdpa, padded_flash, flash4, te"),
     (PADDED, CUDA, (320, 128), "auto, sdpa, te"),
     (PADDED, ROCM, (128, 264), "auto, sdpa, turbo, te"),
@@ -156,7 +156,7 @@ def test_auto_is_resolved_and_what_cannot_work_is_refused_with_what_can(requeste
 @pytest.mark.parametrize("capability, is_half, sizes, result", [
     ((9, 0), True, (192, 128), FLASH4),
     ((9, 0), False, (192, 128), SDPA),
-    ((9, 0), True, (320, 320), SDPA),
+    ((9, 0), True, (48, 32), SDPA),
     ((10, 0), True, (192, 128), SDPA),
 ])  # fmt: skip
 def test_auto_runs_flash4_where_it_was_measured(capability, is_half, sizes, result, monkeypatch):

@@ -55,8 +55,8 @@ def projected(
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     """Estimate memory (decimal GB), time and FLOPs of a resolved configuration. *Raises* ConfigError.
 
-    Automatic keys become what they would on the cards.
-    Ranks at one position along pp are alike. FLOPs are the model's: no recompute, causal attention halved.
+    Automatic keys are decided for the cards. Ranks at one position along pp are alike. FLOPs are the model's:
+    no recompute, causal attention halved.
     """
     card = args.card
     config = decided(config, machine_of(card, args.num_ranks))

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ def _dispatcher(config: RunConfig, machine: Machine) -> tuple[str, str]:
 
 def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     """Return the first option that rules allow and that fits, else the last; and its memory in words."""
-    is_known = _is_projected(config)
+    is_known = not _refused(refuse_unknown, config)
     *_, last = options = [*_options(config, machine, SIZES[0] if is_known else auto.MICRO_BATCH_SIZE)]
     problems, needs, memory, limit = len(violations(config)), dict[int, float](), "no GPU", machine.memory
     on_nvidia = machine.gpu is not None and not machine.gpu.gfx
@@ -149,19 +149,15 @@ def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
 def _experts_wait(plan: Plan) -> bool:
     from graphmoe.training.executor import refuse_waiting_experts  # imports compilers
 
+    return _refused(refuse_waiting_experts, plan, torch.device("cuda", 0), fuses=plan.fuses_experts)
+
+
+def _refused(check_it: Callable[..., None], *arguments: Any, **named: Any) -> bool:
     try:
-        refuse_waiting_experts(plan, torch.device("cuda", 0), fuses=plan.fuses_experts)
+        check_it(*arguments, **named)
     except ConfigError:
         return True
     return False
-
-
-def _is_projected(config: RunConfig) -> bool:
-    try:
-        refuse_unknown(config)
-    except ConfigError:
-        return False
-    return True
 
 
 def _options(config: RunConfig, machine: Machine, most: int) -> Iterator[dict[str, Any]]:

@@ -106,8 +106,9 @@ def run_segments(
     return tuple(values[name] for name in keep)
 
 
+Range = Callable[[str, str], AbstractContextManager[object]]  # of a unit and a part
 _NO_RANGE = nullcontext()
-_ranges_wanted = False
+_make_range: Range | None = None
 
 
 def profiler_range(unit: str, part: str) -> AbstractContextManager[object]:
@@ -116,19 +117,21 @@ def profiler_range(unit: str, part: str) -> AbstractContextManager[object]:
     ``part``: F forward, I dgrad, W wgrad, B both as one graph; other names for what is not a segment.
     Costs 0.1 microseconds if no ranges are wanted.
     """
-    if not _ranges_wanted:
-        return _NO_RANGE
+    return _NO_RANGE if _make_range is None else _make_range(unit, part)
+
+
+def _of_profiler(unit: str, part: str) -> AbstractContextManager[object]:
     from torch.profiler import record_function
 
     return record_function(f"{unit}:{part}")
 
 
 @contextmanager
-def ranges_wanted() -> Iterator[None]:
-    """Context in which `profiler_range` makes ranges, on all threads."""
-    global _ranges_wanted
-    before, _ranges_wanted = _ranges_wanted, True
+def ranges_wanted(make: Range = _of_profiler) -> Iterator[None]:
+    """Context in which `profiler_range` makes ranges by ``make``, on all threads."""
+    global _make_range
+    before, _make_range = _make_range, make
     try:
         yield
     finally:
-        _ranges_wanted = before
+        _make_range = before

@@ -30,7 +30,9 @@ class Overlap:
     Call ``settle`` before results are read. Weight gradients are summed in micro-batch order.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, defers: bool = True) -> None:
+        """``defers``: exchanges of rows reduce gradients of replicas too, which replayed ones cannot."""
+        self._defers = defers
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._transfers = TransferStream(device)
         self._tape: Tape | None = None
@@ -96,7 +98,7 @@ class Overlap:
             if number not in self._beside.ends:
                 continue
             later = self._beside.later
-            with IN_USE.exchange.deferring() if IN_USE.exchange else nullcontext():
+            with IN_USE.exchange.deferring(self._defers) if IN_USE.exchange else nullcontext():
                 for weights in left:  # wgrad overlaps the transfers in flight
                     # pop: a unit that holds its wgrad's inputs is a cycle that leaks
                     while weights:

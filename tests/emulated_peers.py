@@ -124,7 +124,7 @@ class EmulatedPeers(EmulatedMemory):
     def __init__(self, emulation, rank):
         super().__init__(emulation.memory, rank)
         self._emulation, self.replicas = emulation, EmulatedMemory(emulation.replicas, rank)
-        self.last = None
+        self.last = "back", False
         self.streams = ()
         if emulation.device == "cuda":
             self.streams = [torch.cuda.Stream() for _ in range(self.size - 1)]

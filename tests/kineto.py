@@ -49,6 +49,8 @@ class KinetoTrace:
         """A kernel, a copy or a memset; kernels of a graph have the correlation of its launch."""
         args = {"device": 0, "context": 1, "stream": stream, "correlation": correlation, **more}
         self._put(kind, name, start, end, 0, stream, args)
+        at = {"pid": 0, "tid": stream, "ts": ORIGIN + start, "bp": "e"}
+        self.events.append({"ph": "f", "id": correlation, **at, "cat": "ac2g", "name": "ac2g"})
 
     def launch(self, name, at, start, end, thread=MAIN, stream=7):
         """A kernel and the call at ``at`` that launches it, which takes 2 microseconds; its correlation."""
@@ -57,8 +59,8 @@ class KinetoTrace:
         self.activity("kernel", name, start, end, correlation, stream, grid=[132, 1, 1])
         return correlation
 
-    def write(self, path, facts=None):
-        document = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": self.device}]}
+    def write(self, path, facts=None, **more):
+        document = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": self.device}], **more}
         document |= {"graphmoe": facts} if facts else {}
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = gzip.open if path.suffix == ".gz" else open

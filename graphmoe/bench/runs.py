@@ -122,7 +122,7 @@ def step_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
     assert found.trace is not None
     timed = found.steps[-repeats - RECORDED_STEPS : -RECORDED_STEPS]
     row, recorded = numbers_of_run(config, ranks, timed, found.summary), summarise(found.trace, 1)
-    kernels = [(a.name, a.end - a.start, None) for a in found.trace.activities]
+    kernels = [(a.name, a.end - a.start) for a in found.trace.activities]
     moved = rule_of(config.optim.name).bytes_moved * count_parameters(config.model)["total"]["full"]
     idle, first = None, found.trace.steps[0]
     if recorded.idle is not None:

@@ -26,11 +26,13 @@ from graphmoe.config.schema import (
 )
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.recompute import Recompute
+from graphmoe.segments import segments_of
 
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"
 # A rank may exceed its share by 1/SLACK before replication: computing is faster than sending weights
 SLACK = 64
+EXCHANGING = {"moe_dispatch", "moe_experts", "moe_combine"}  # segments that send replica weights or read them
 BLOCK_STEP = 128  # granularity of copy-engine blocks, in rows
 
 
@@ -119,7 +121,7 @@ class ExpertPlan:
     keeps_replicas: bool
     """True if replica weights are saved for the backward."""
     brings_weights: bool
-    """True if replica weights are sent with dispatched tokens, to the op of pass fuse_experts."""
+    """True if exchanges of tokens send replica weights too, and the op of pass fuse_experts reads these."""
 
 
 def experts_of(config: RunConfig) -> ExpertPlan:
@@ -136,7 +138,9 @@ def experts_of(config: RunConfig) -> ExpertPlan:
     if balance is Balance.auto:
         # no replicas if experts run in separate steps, which save their weights for the backward
         balance = Balance.replicas if fused and no_replicas is None else Balance.none
-    chosen = moe.dispatch_dtype
+    chosen, captured = moe.dispatch_dtype, {*segments_of(config.graph.scope)}
+    # graphs and uncaptured code do not read what the other fetched; graphs know a replica plan by its address
+    reads_sent = not captured & EXCHANGING or captured >= {"moe_preprocess", *EXCHANGING}
     return ExpertPlan(
         dispatcher=dispatcher,
         reads_peers=dispatcher_facts(dispatcher).reads_peers,
@@ -150,7 +154,7 @@ def experts_of(config: RunConfig) -> ExpertPlan:
         no_replicas=no_replicas,
         # fp8 reads other copies, and a recomputing backward fetches the weights again anyway
         keeps_replicas=(moe.replica_keep or not fused) and not (in_fp8 or recomputed),
-        brings_weights=balance is Balance.replicas and fused and not in_fp8,
+        brings_weights=balance is Balance.replicas and fused and not in_fp8 and reads_sent,
     )
 
 

@@ -11,7 +11,7 @@ from graphmoe.model.sizes import owned_elements, state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
-from graphmoe.plan.costs.segment_times import SegmentTime, sum_of
+from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
@@ -22,14 +22,9 @@ from graphmoe.plan.pipeline.schedules.v_shaped import COMPARED
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
-from graphmoe.project.step_time import (
-    host_seconds,
-    message_seconds,
-    reduction_seconds,
-    stage_times,
-    update_seconds,
-)
+from graphmoe.project.step_time import host_seconds, message_seconds, reduction_seconds
 from graphmoe.segments import segments_of
+from graphmoe.training.floors import update_seconds
 from graphmoe.training.memory import communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before

@@ -8,16 +8,8 @@ from typing import Any
 
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.sizes import flops_per_token, rank_weights
-from graphmoe.optim import rule_of
 from graphmoe.plan.costs.rates import Speeds
-from graphmoe.plan.costs.segment_times import (
-    SegmentTime,
-    embed_time,
-    head_time,
-    join_time,
-    sum_of,
-    times_of_layers,
-)
+from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis, Layout, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces
@@ -25,8 +17,8 @@ from graphmoe.plan.pipeline.plan import SIMULATED, PipelinePlan, costs_of, num_m
 from graphmoe.plan.pipeline.schedules import make_table, schedule_of
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import FULL_ITERATION, segments_of
+from graphmoe.training.floors import update_seconds
 from graphmoe.training.memory import PlaceMemory
 
 
@@ -107,23 +99,6 @@ def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:
     return makespan + missing * (makespan - makespan_of(short, costs)) / fewer
 
 
-def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
-    model, found = config.model, list[SegmentTime]()
-    hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
-    counts = config.moe.dispatcher == "alltoall"
-    if pieces.embed:
-        found.append(embed_time(sizes, speeds))
-    recompute = Recompute.of(config.recompute)
-    of_mtp = [model.num_layers + k for k in pieces.mtp]
-    indices = (*pieces.layers, *of_mtp)
-    for times in times_of_layers(sizes, speeds, recompute, indices, host_counts=counts, hidden=hidden):
-        found += times
-    found += [join_time(sizes, speeds)] * len(of_mtp)
-    if pieces.loss:
-        found.append(head_time(sizes, speeds, model.mtp_depth + 1))
-    return found
-
-
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     """Return seconds to send one micro-batch's hidden states to the next stage over the slowest link."""
     return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.per_node)
@@ -139,10 +114,6 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
     return sum(
         speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in num_bytes.items()
     )
-
-
-def update_seconds(optimizer: str, owned: int, speeds: Speeds) -> float:
-    return owned * rule_of(optimizer).bytes_moved / speeds.hbm
 
 
 def host_seconds(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:

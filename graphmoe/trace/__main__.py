@@ -1,11 +1,13 @@
 """Read traces of profile.steps: time per segment, largest kernels, idle GPU, communication, launches.
 
 python -m graphmoe.trace run=outputs/tiny
+python -m graphmoe.trace run=outputs/tiny ranks=all
 python -m graphmoe.trace run=outputs/before,outputs/after
 python -m graphmoe.trace trace=a.trace.json.gz,b.trace.json.gz format=json
 """
 
 import dataclasses
+import enum
 import shutil
 import subprocess
 import sys
@@ -16,18 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.trace.events import listed, read_trace, recorded, traces_of
+from graphmoe.trace.ranks import Exchange, exchanges_of
 from graphmoe.trace.summary import Summary, summarise
 
 SHOWN_NAME = 64
 # command of github.com/AMD-AGI/TraceLens; PyPI's package ``tracelens`` is another project, never called
 TRACELENS = "TraceLens_generate_perf_report_pytorch"
 TRACELENS_S = 1800
+_COLUMNS = "segment", "part"
+RanksShown = enum.StrEnum("RanksShown", ("one", "all"))
 _FIGURES = {
     "step ms": lambda s: s.step_ms,
     "GPU idle %": lambda s: None if s.idle is None else 100 * s.idle,
@@ -48,6 +54,8 @@ class TraceArgs:
     """Trace files, .json or .json.gz, in place of run."""
     rank: int | None = None
     """Rank of the run; default: the lowest that was recorded, by both of two runs."""
+    ranks: RanksShown = RanksShown.one
+    """all: join the exchanges of all recorded ranks of the run too."""
     kernels: int = 5
     """Largest kernels of each segment to show, > 0."""
     tracelens: bool = True
@@ -61,8 +69,16 @@ def main(argv: list[str]) -> None:
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
     paths = args.trace or traces_of(args.run or [], args.rank)
-    summaries = [summarise(read_trace(path), sys.maxsize) for path in paths]
-    if args.run and args.rank is None and len(paths) == 1:
+    traces = [*map(read_trace, paths)]
+    summaries = [summarise(trace, sys.maxsize) for trace in traces]
+    exchanges: list[Exchange] | None = None
+    if args.run and args.ranks is RanksShown.all:
+        of_ranks = recorded(args.run[0]).items()
+        exchanges, notes = exchanges_of(
+            {rank: traces[0] if path == paths[0] else read_trace(path) for rank, path in of_ranks}
+        )
+        summaries[0].notes += notes
+    elif args.run and args.rank is None and len(paths) == 1:
         summaries[0].notes += _other_ranks(args.run[0], paths[0])
     compared = compare(summaries[0], summaries[1], args.kernels) if len(paths) == 2 else None
     for segment in (segment for summary in summaries for segment in summary.segments):
@@ -72,16 +88,23 @@ def main(argv: list[str]) -> None:
     if compared is not None:
         entries = [dataclasses.asdict(summary) for summary in summaries]
         document = {"traces": entries, "comparison": compared, "notes": compared.pop("notes")}
+    if exchanges is not None:
+        document["exchanges"] = [dataclasses.asdict(exchange) for exchange in exchanges]
     if reports:
         document["tracelens"] = [str(path) for path in reports]
-    shown = summary_text(summaries[0]) if compared is None else comparison_text(summaries, document)
+    shown = (
+        summary_text(summaries[0], exchanges) if compared is None else comparison_text(summaries, document)
+    )
     emit(document, Group(shown, *(Text(f"TraceLens: {path}") for path in reports)), args.format)
 
 
 def _other_ranks(run: Path, read: Path) -> Iterator[str]:
     others = sorted(rank for rank, path in recorded(run).items() if path != read)
     if others:
-        yield f"there are traces of more ranks, {listed(others)}; rank={others[0]} shows one of them"
+        yield (
+            f"there are traces of more ranks, {listed(others)}; rank={others[0]} shows one of them, and "
+            f"ranks=all joins their exchanges"
+        )
 
 
 def tracelens_report(trace: Path) -> Path | None:
@@ -111,6 +134,8 @@ def _problems(args: TraceArgs) -> Iterator[str]:
         yield "run=... and trace=... are two ways to name traces; use one of them"
     elif len(paths) > 2:
         yield f"{len(paths)} traces are given; give one to show it, or two to compare them"
+    if args.ranks is RanksShown.all and (args.trace or len(paths) > 1):
+        yield "ranks=all joins the traces of one run=..."
     if args.rank is not None and args.trace:
         yield f"rank={args.rank} selects a trace of run=...; trace=... names one file"
     if args.kernels < 1:
@@ -153,7 +178,8 @@ def _kernel_times(summary: Summary) -> dict[str, float]:
 
 def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -> Group:
     parts: list[RenderableType] = [
-        Text(f"{name}: {s.trace}") for name, s in zip(("first", "second"), summaries, strict=True)
+        Text(f"{name}: {s.trace}{f', wall: {s.wall.name}' if s.wall else ''}")
+        for name, s in zip(("first", "second"), summaries, strict=True)
     ]
     kinds = " and ".join(dict.fromkeys(summary.kinds for summary in summaries))
     titles = ("step", "segment, ms per step", f"{kinds} that differ most, ms per step")
@@ -167,7 +193,7 @@ def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -
     return Group(*parts, *_notes(document["notes"]))
 
 
-def summary_text(summary: Summary) -> Group:
+def summary_text(summary: Summary, exchanges: Sequence[Exchange] | None = None) -> Group:
     segments = [
         (
             row.segment,
@@ -176,6 +202,8 @@ def summary_text(summary: Summary) -> Group:
             _ms(row.ms),
             f"{row.ms / summary.step_ms:.1%}" if summary.step_ms else "-",
             _ms(row.communication_ms),
+            _ms(row.floor_ms),
+            "-" if not row.floor_ms else f"{row.ms / row.floor_ms:.2f}",
         )
         for row in summary.segments
     ]
@@ -185,19 +213,37 @@ def summary_text(summary: Summary) -> Group:
             _short(kernel.name),
             _count(kernel.calls),
             _ms(kernel.ms),
-            "unknown" if kernel.floor_ms is None else _ms(kernel.floor_ms),
         )
         for row in summary.segments
         for place, kernel in enumerate(row.kernels)
     ]
-    kind, most = summary.kinds.removesuffix("s"), 5 if summary.on == "cpu" else 6
+    kind, most = summary.kinds.removesuffix("s"), 5 if summary.on == "cpu" else 8
     parts: list[RenderableType] = [*map(Text, _head(summary))]
     for columns, rows, names in (
-        (["segment", "part", "calls", "ms", "of step", "communication ms"], segments, (0, 1)),
-        (["segment", "part", kind, "calls", "ms", "floor ms"], kernels, (0, 1, 2)),
+        ([*_COLUMNS, "calls", "ms", "of step", "communication ms", "floor ms", "of floor"], segments, (0, 1)),
+        ([*_COLUMNS, kind, "calls", "ms"], kernels, (0, 1, 2)),
     ):
         parts += [Text(), text_table(columns[:most], [row[:most] for row in rows], names=names)]
+    if exchanges:
+        parts += [Text(), _table(exchanges)]
     return Group(*parts, *_notes(summary.notes))
+
+
+def _table(exchanges: Sequence[Exchange]) -> Table:
+    rows = [
+        (
+            e.name,
+            listed(e.ranks),
+            _count(e.calls),
+            _ms(e.transfer_ms),
+            _ms(sum(e.waiting_ms.values()) / len(e.ranks)),
+            "-" if e.gb_per_s is None else f"{e.gb_per_s:.1f}",
+            ", ".join(f"{rank}: {share:.0%}" for rank, share in e.last.items()) or "-",
+        )
+        for e in exchanges
+    ]
+    columns = ["exchange", "ranks", "calls", "transfer ms", "waiting ms", "GB/s", "last"]
+    return text_table(columns, rows, names=(0, 1, 6))
 
 
 def _head(summary: Summary) -> Iterator[str]:
@@ -212,7 +258,9 @@ def _head(summary: Summary) -> Iterator[str]:
     yield f"step {summary.step_ms:.3f} ms, GPU idle {summary.idle:.1%}"
     yield f"communication {summary.exposed_ms:.3f} ms exposed, {summary.hidden_ms:.3f} ms hidden"
     yield f"host {summary.launch_ms:.3f} ms in {summary.launches:.0f} launches"
-    yield "busy " + ", ".join(f"stream {name}: {ms:.3f} ms" for name, ms in summary.streams.items())
+    yield "busy " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in summary.streams.items())
+    if summary.wall:
+        yield f"wall: {summary.wall.name}, {summary.wall.why}"
 
 
 def _notes(notes: Sequence[str]) -> list[Text]:

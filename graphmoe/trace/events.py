@@ -29,6 +29,11 @@ Thread = tuple[Any, Any]
 HOST, RUNTIME = ("cpu_op", "user_annotation"), ("_runtime", "_driver")
 Kind = Literal["kernel", "memcpy", "memset"]
 DEVICE: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_ELEMENT_BYTES = {  # by the names that torch gives dtypes of collectives
+    **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
+    **dict.fromkeys(("Half", "BFloat16"), 2),
+    **{"Float": 4, "Int": 4, "Double": 8, "Long": 8},
+}
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _COMMUNICATION = re.compile(
     r"nccl|rccl|nvshmem|rocshmem|deep_ep|mori::|multimem|one_shot_all_reduce|two_shot_all_reduce"
@@ -65,7 +70,8 @@ class Activity(NamedTuple):
     end: float
     stream: str
     correlation: int | None
-    num_bytes: int | None = None
+    num_bytes: int | None = None  # of a copy, a memset, or a collective's larger side
+    message: tuple[str, str] | None = None  # a collective's name and ranks, if no graph launched it
 
 
 @dataclass
@@ -80,6 +86,11 @@ class Trace:
     steps: list[HostEvent] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
+    # (segment, part, names of nodes) of a whole step's graph, in the order of its capture
+    graph: list[tuple[str, str, list[str]]] = field(default_factory=list)
+    # ms per step of forward, dgrad and wgrad by segment, for each kind of layer
+    floors: list[dict[str, tuple[float, float, float]]] = field(default_factory=list)
+    base_us: float = 0.0  # added to all times, the clock of the host
 
 
 def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
@@ -126,7 +137,11 @@ class Facts(TypedDict, total=False):
     num_ranks: int
     steps: list[int]
     device: str | None
-    peak_tflops: float | None
+    host: str
+    experts_on: list[int]
+    memory: float
+    graph: list[tuple[str, str, list[str]]]
+    floors: list[dict[str, tuple[float, float, float]]]
 
 
 _Args = TypedDict(
@@ -134,11 +149,14 @@ _Args = TypedDict(
     {
         "correlation": int | None,
         "bytes": int | None,
+        "Collective name": str,
+        "In msg nelems": int,
+        "Out msg nelems": int,
+        "dtype": str,
+        "Process Group Ranks": Any,
         "device": int | str,
         "stream": int | str,
         "Sequence number": int,
-        "Input Dims": list[list[Any]],
-        "Input type": list[str],
     },
     total=False,
 )
@@ -159,12 +177,14 @@ class _Document(msgspec.Struct):
     traceEvents: list[_Event]  # noqa: N815 (its name there)
     deviceProperties: list[_Device] | None = None  # noqa: N815
     graphmoe: Facts | None = None
+    baseTimeNanoseconds: int = 0  # noqa: N815 (its name there)
 
 
 def read_trace(path: Path) -> Trace:
     """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for an invalid trace."""
     document = from_json(_text(path), _Document, str(path))
-    trace = Trace(path, facts={**(document.graphmoe or {})})
+    trace = Trace(path, facts={**(document.graphmoe or {})}, base_us=document.baseTimeNanoseconds / 1e3)
+    trace.graph, trace.floors = (trace.facts.pop(name, []) for name in ("graph", "floors"))
     names = (device.name for device in document.deviceProperties or [] if device.name)
     trace.device = trace.facts.get("device") or next(names, None)
     for number, event in enumerate(document.traceEvents):
@@ -205,10 +225,18 @@ def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
             trace.steps.append(host)
     elif category in DEVICE:
         stream = f"{known.get('device', event.pid)}.{known.get('stream', event.tid)}"
-        kind, correlation = DEVICE[category], known.get("correlation")
-        trace.activities.append(Activity(name, kind, start, end, stream, correlation, known.get("bytes")))
+        trace.activities.append(_activity(known, name, DEVICE[category], start, end, stream))
     else:
         trace.calls.append(HostEvent(name, thread, start, end, args, is_call=True))
+
+
+def _activity(known: _Args, name: str, kind: Kind, start: float, end: float, stream: str) -> Activity:
+    size, message = known.get("bytes"), None
+    if "Collective name" in known:
+        message = known["Collective name"], str(known.get("Process Group Ranks", ""))
+        elements = max(known.get("In msg nelems", 0), known.get("Out msg nelems", 0))
+        size = elements * _ELEMENT_BYTES.get(known.get("dtype", ""), 0) or None
+    return Activity(name, kind, start, end, stream, known.get("correlation"), size, message)
 
 
 class Owner(NamedTuple):
@@ -225,11 +253,10 @@ class Place(NamedTuple):
     owner: Owner = NOBODY
     # forward operation whose gradient this computes, if no graphmoe range is nearer
     sequence: int | None = None
-    operation: HostEvent | None = None
 
 
 class Owners(NamedTuple):
-    """Segment, part and operation of each host event and call, in the order of the trace's lists."""
+    """Segment and part of each host event and call, in the order of the trace's lists."""
 
     host: list[Place]
     calls: list[Place]
@@ -285,8 +312,8 @@ def _inside(event: HostEvent, outer: Place) -> Place:
         named = unit_and_part(event.name)
         return Place(named) if named else outer
     if event.name.startswith(_AUTOGRAD) and "Sequence number" in event.args:
-        return Place(NOBODY, event.args["Sequence number"], event)
-    return Place(outer.owner, outer.sequence, event)
+        return Place(NOBODY, event.args["Sequence number"])
+    return outer
 
 
 def is_communication(activity: Activity) -> bool:

@@ -1,19 +1,17 @@
 """Step times of a trace: GPU kernels by the segments that launched them, or host time.
 
-Floors are lower bounds of kernel times: 16-bit GEMMs by shape, copies and memsets by bytes. Traces have no
-shapes of fused kernels and of graph launches.
+Floors are least times by the FLOPs and bytes of the projection; a run writes them into its trace.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.costs.hardware import CARDS, device_words, peak_tflops
 from graphmoe.run.files import STEP
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.trace.events import (
@@ -23,7 +21,6 @@ from graphmoe.trace.events import (
     HostEvent,
     Owner,
     Owners,
-    Place,
     Thread,
     Trace,
     is_communication,
@@ -35,23 +32,12 @@ from graphmoe.trace.events import (
 OTHER = Owner("(no segment)", "")  # owner of kernels launched in a step outside all ranges
 BETWEEN = Owner("(between steps)", "")
 UNKNOWN = Owner("(unknown)", "")  # owner of kernels whose launch is not in the trace
+_WHOLE = Owner(FULL_ITERATION, "replay")  # of a graph whose kernels cannot be named
+_FIGURES = {"F": (0,), "update": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a floor, by part
 NAME_LENGTH = 200
-# operations, and the index of their first matrix input
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-_HALF = ("c10::BFloat16", "c10::Half")
-_ELEMENT_BYTES = 2
-# (words of the device's name, TB/s) by NVIDIA's and AMD's data sheets, for devices without projected rates.
-# Specific names are first, and include variants of a projected card, whose name they contain.
-_OTHER_BANDWIDTHS: tuple[tuple[str, float], ...] = (
-    ("MI350X", 8.0),
-    ("H100 PCIE", 2.0),
-    ("H100 NVL", 3.9),
-    ("H20", 4.0),
-    ("A100 80GB PCIE", 1.935),
-    ("A100 80GB", 2.039),
-    ("L40S", 0.864),
-)
-Launches = Mapping[int | None, tuple[HostEvent, Place]]  # host calls and their places, by correlation
+# shares that name a wall: of the device's memory, and of the step
+_FULL, _LOST = 0.95, 0.05
+_MANY_LAUNCHES = 100  # per step; the host launches a step of one graph in fewer
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,6 @@ class Kernel:
     name: str
     calls: float
     ms: float
-    floor_ms: float | None  # least time on this device, if known
 
 
 @dataclass(frozen=True)
@@ -74,6 +59,7 @@ class SegmentTime:
     ms: float  # time in which any of its kernels runs; on a CPU, host time in its range
     communication_ms: float | None
     kernels: list[Kernel]
+    floor_ms: float | None = None  # least time by the projection's FLOPs and bytes, if known
 
 
 @dataclass
@@ -91,9 +77,10 @@ class Summary:
     hidden_ms: float | None = None  # communication with a concurrent kernel
     launch_ms: float | None = None  # host time in calls that launch kernels or graphs
     launches: float | None = None
-    streams: dict[str, float] = field(default_factory=dict)
+    streams: dict[str, float] = field(default_factory=dict)  # busy ms of compute, copy and other
     segments: list[SegmentTime] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    wall: Wall | None = None  # what limits the step; None on a CPU
 
     @property
     def kinds(self) -> str:
@@ -108,7 +95,46 @@ def summarise(trace: Trace, num_kernels: int) -> Summary:
     summary = (_of_gpu if trace.activities else _of_cpu)(trace, owners, num_kernels)
     summary.segments.sort(key=lambda segment: -segment.ms)
     summary.notes += _notes(summary)
+    summary.wall = wall_of(summary)
     return summary
+
+
+@dataclass(frozen=True)
+class Wall:
+    """What limits a step, with the figures that say so; shares are 0 to 1, None if unknown."""
+
+    name: Literal["memory", "exchange", "host", "compute"]
+    why: str
+    memory: float | None  # peak of the run, as a share of the device's memory
+    idle: float
+    launches: float
+    exposed: float  # exposed communication, as a share of the step
+    row: str | None = None  # segment and part with the largest time over its floor
+    over_ms: float | None = None  # time of ``row`` over its floor
+
+
+def wall_of(summary: Summary, memory: float | None = None) -> Wall | None:
+    """Return what limits the step of a GPU; None for a trace of a CPU.
+
+    ``memory``: the run's peak as a share of the device's memory, by default as the trace has it.
+    """
+    memory = summary.facts.get("memory") if memory is None else memory
+    if summary.idle is None or summary.exposed_ms is None or summary.launches is None:
+        return None
+    exposed = summary.exposed_ms / summary.step_ms if summary.step_ms else 0.0
+    known = [(s.ms - s.floor_ms, f"{s.segment}:{s.part}") for s in summary.segments if s.floor_ms is not None]
+    over, row = max(known, default=(None, None))
+    name: Literal["memory", "exchange", "host", "compute"] = "compute"
+    why = f"GPU idle {summary.idle:.1%}, communication exposed {exposed:.1%}"
+    if memory is not None and memory > _FULL:
+        name, why = "memory", f"the run's peak is {memory:.1%} of the device's memory"
+    elif summary.launches > _MANY_LAUNCHES and summary.idle > max(_LOST, exposed):
+        name, why = "host", f"GPU idle {summary.idle:.1%} with {summary.launches:.0f} launches in a step"
+    elif exposed > _LOST:
+        name, why = "exchange", f"communication is exposed for {exposed:.1%} of the step"
+    elif over is not None:
+        why += f"; {row} is {over:.3f} ms over its floor"
+    return Wall(name, why, memory, summary.idle, summary.launches, exposed, row, over)
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
@@ -129,8 +155,8 @@ def _notes(summary: Summary) -> list[str]:
         )
     if FULL_ITERATION in units:
         notes.append(
-            f"the whole step is one graph (graph.scope={FULL_ITERATION}), whose kernels name no segment; "
-            f"they are listed by kernel. graph.scope=layer separates segments"
+            f"kernels of the step's graph (graph.scope={FULL_ITERATION}) name no segment, since the trace "
+            f"has no list of its nodes, or another one; graph.scope=layer separates segments"
         )
     if any(".." in unit for unit in units):
         notes.append("a row such as attn..mlp is a compiled unit: its kernels are fused over its segments")
@@ -141,13 +167,13 @@ def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
     steps = len(trace.steps)
     whole = sum(step.end - step.start for step in trace.steps)
     spent = _spent_in_ranges(trace, owners)
-    times: dict[Owner, list[tuple[str, float, float | None]]] = defaultdict(list)
+    times: dict[Owner, list[tuple[str, float]]] = defaultdict(list)
     for event, place, inner in zip(trace.host, owners.host, owners.inner_us, strict=True):
         if event.is_range or step_of(trace.steps, event.start) is None:
             continue
         own = max(event.end - event.start - inner, 0.0)
         owner = owners.of(place)
-        times[OTHER if owner == NOBODY else owner].append((event.name, own, None))
+        times[_named(owner)].append((event.name, own))
         if place.sequence is not None and owner != NOBODY:  # an eager backward is in no range
             spent[owner] += own
     spent[OTHER] = max(whole - sum(spent.values()), 0.0)
@@ -172,25 +198,30 @@ def _spent_in_ranges(trace: Trace, owners: Owners) -> dict[Owner, float]:
 
 
 def _of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
-    steps, places = len(trace.steps), zip(trace.calls, owners.calls, strict=True)
-    launches: Launches = {c.correlation: (c, place) for c, place in places if c.correlation is not None}
+    steps, launches = len(trace.steps), dict[int | None, Owner]()
+    for call, place in zip(trace.calls, owners.calls, strict=True):
+        if call.correlation is not None:
+            is_inside = step_of(trace.steps, call.start) is not None
+            launches[call.correlation] = _named(owners.of(place)) if is_inside else BETWEEN
     owned: dict[Owner, list[Activity]] = defaultdict(list)
     for activity in trace.activities:
-        owned[_owner(trace, owners, launches.get(activity.correlation))].append(activity)
+        owned[launches.get(activity.correlation, UNKNOWN)].append(activity)
+    for owner, found in _by_node(trace, owned.pop(_WHOLE, [])).items():
+        owned[owner] += found
     inside = [a for owner, found in owned.items() if owner is not BETWEEN for a in found]
     if not inside:
         raise ConfigError(f"{trace.path} has no kernel that a step launched")
     summary = _whole_steps(trace, min(a.start for a in inside), max(a.end for a in inside))
-    floors = _floors(trace.activities, launches, Device.of(trace))
-    calls = _calls_of(trace)
+    calls, least = _calls_of(trace), _floors(trace, owned)
     for owner, found in owned.items():
-        times = [(a.name, a.end - a.start, floors.get(id(a))) for a in found]
+        times = ((a.name, a.end - a.start) for a in found)
         segment = SegmentTime(
             *owner,
             calls[owner] / steps,
             length((a.start, a.end) for a in found) / steps / 1e3,
             length((a.start, a.end) for a in found if is_communication(a)) / steps / 1e3,
             largest(times, steps, num_kernels),
+            least.get(owner) or None,
         )
         summary.segments.append(segment)
     return summary
@@ -203,9 +234,10 @@ def _whole_steps(trace: Trace, begin: float, end: float) -> Summary:
     kernels = [(a.start, a.end) for a in running if a.kind == "kernel" and not is_communication(a)]
     busy = length((max(a.start, begin), min(a.end, end)) for a in running)
     exposed, launching = length(messages + kernels) - length(kernels), _launching(trace)
-    by_stream: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for activity in running:
-        by_stream[activity.stream].append((activity.start, activity.end))
+    by_kind: dict[str, list[tuple[float, float]]] = {"compute": [], "copy": [], "other": []}
+    for a in running:
+        is_copy = a.kind == "memcpy" or is_communication(a)
+        by_kind["copy" if is_copy else "compute" if a.kind == "kernel" else "other"].append((a.start, a.end))
     return Summary(
         trace=str(trace.path),
         device=trace.device,
@@ -218,7 +250,7 @@ def _whole_steps(trace: Trace, begin: float, end: float) -> Summary:
         hidden_ms=(length(messages) - exposed) / steps / 1e3,
         launch_ms=sum(call.end - call.start for call in launching) / steps / 1e3,
         launches=len(launching) / steps,
-        streams={name: length(each) / steps / 1e3 for name, each in sorted(by_stream.items())},
+        streams={name: length(each) / steps / 1e3 for name, each in by_kind.items()},
     )
 
 
@@ -233,110 +265,73 @@ def _launching(trace: Trace) -> list[HostEvent]:
     return found
 
 
-def _owner(trace: Trace, owners: Owners, found: tuple[HostEvent, Place] | None) -> Owner:
-    if found is None:
-        return UNKNOWN
-    call, place = found
-    if step_of(trace.steps, call.start) is None:
-        return BETWEEN
-    owner = owners.of(place)
+def _named(owner: Owner) -> Owner:
     return OTHER if owner == NOBODY else owner
-
-
-def _floors(activities: Sequence[Activity], launches: Launches, device: Device) -> dict[int, float | None]:
-    # microseconds by the id of an activity; an operation's are those of the longest kernel that it launched
-    floors: dict[int, float | None] = {id(activity): device.of_activity(activity) for activity in activities}
-    launched: dict[int, tuple[HostEvent, list[Activity]]] = {}
-    for activity in activities:
-        found = launches.get(activity.correlation)
-        operation = found[1].operation if found else None
-        if operation is not None and activity.kind == "kernel":
-            launched.setdefault(id(operation), (operation, []))[1].append(activity)
-    for operation, kernels in launched.values():
-        longest = max(kernels, key=lambda kernel: kernel.end - kernel.start)
-        floors[id(longest)] = device.of_operation(operation)
-    return floors
 
 
 def _calls_of(trace: Trace) -> Counter[Owner]:
     ranges = (e for e in trace.host if e.is_range and step_of(trace.steps, e.start) is not None)
-    return Counter(owner for event in ranges if (owner := unit_and_part(event.name)))
+    calls = Counter(owner for event in ranges if (owner := unit_and_part(event.name)))
+    for unit, part, _ in trace.graph if calls[_WHOLE] else ():
+        calls[Owner(unit, part)] += calls[_WHOLE]
+    return calls
 
 
-def largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
-    """Sum (name, microseconds, lower bound or None) of equal names; return the ``count`` largest."""
-    by_name: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
-    for name, took, floor in times:
-        by_name[name].append((took, floor))
-    found = []
-    for name, each in by_name.items():
-        floors = [floor for _, floor in each if floor is not None]
-        known = sum(floors) / steps / 1e3 if len(floors) == len(each) else None
-        total = sum(took for took, _ in each) / steps / 1e3
-        found.append(Kernel(name[:NAME_LENGTH], len(each) / steps, total, known))
+def largest(times: Iterable[tuple[str, float]], steps: int, count: int) -> list[Kernel]:
+    """Sum (name, microseconds) of equal names; return the ``count`` largest."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for name, took in times:
+        by_name[name].append(took)
+    found = [
+        Kernel(n[:NAME_LENGTH], len(each) / steps, sum(each) / steps / 1e3) for n, each in by_name.items()
+    ]
     return sorted(found, key=lambda kernel: -kernel.ms)[:count]
 
 
-@dataclass(frozen=True)
-class Device:
-    """Peaks of a device; None for an unknown one."""
-
-    flops_per_us: float | None  # FLOPs of 16-bit GEMMs
-    bytes_per_us: float | None
-
-    @classmethod
-    def of(cls, trace: Trace) -> Device:
-        name = trace.device or ""
-        peak = trace.facts.get("peak_tflops") or peak_tflops(name)
-        bandwidth = _tb_per_s(name)
-        return cls(peak * 1e6 if peak else None, bandwidth * 1e6 if bandwidth else None)
-
-    def of_activity(self, activity: Activity) -> float | None:
-        """Return the least microseconds of a memset or a copy within the device, None for others."""
-        if activity.num_bytes is None or self.bytes_per_us is None:
-            return None
-        if activity.kind == "memset":
-            return activity.num_bytes / self.bytes_per_us
-        return 2 * activity.num_bytes / self.bytes_per_us if "DtoD" in activity.name else None
-
-    def of_operation(self, operation: HostEvent) -> float | None:
-        """Return the least microseconds of a 16-bit GEMM, None for others."""
-        shape = product_shape(operation)
-        if shape is None or self.flops_per_us is None:
-            return None
-        flops, num_elements = shape
-        moved = num_elements * _ELEMENT_BYTES / self.bytes_per_us if self.bytes_per_us else 0.0
-        return max(flops / self.flops_per_us, moved)
+def _by_node(trace: Trace, replayed: Sequence[Activity]) -> dict[Owner, list[Activity]]:
+    # Kernels of replays of a whole step's graph, by the segments that were captured. On any number of streams
+    # runs of one name start in the order of its nodes. A run without a node belongs to what starts before it.
+    nodes: dict[str, list[Owner]] = defaultdict(list)
+    for unit, part, names in trace.graph:
+        for name in names:
+            nodes[name].append(_named(Owner(unit, part)))
+    found: dict[Owner, list[Activity]] = defaultdict(list)
+    for replay in {activity.correlation for activity in replayed}:
+        runs: dict[str, list[Activity]] = defaultdict(list)
+        for a in (a for a in replayed if a.correlation == replay):
+            runs[a.kind if a.kind != "kernel" else a.name if a.name in nodes else ""].append(a)
+        known = {
+            id(a): owner
+            for name, of_name in runs.items()
+            if len(of_name) == len(nodes.get(name, ()))
+            for a, owner in zip(of_name, nodes[name], strict=True)
+        }
+        owner = _WHOLE
+        for a in (a for a in replayed if a.correlation == replay):
+            owner = known.get(id(a), owner)
+            found[owner].append(a)
+    return found
 
 
-def product_shape(operation: HostEvent) -> tuple[float, float] | None:
-    """Return FLOPs and elements moved of a 16-bit GEMM; None for others."""
-    first = _PRODUCTS.get(operation.name)
-    dims, types = operation.args.get("Input Dims"), operation.args.get("Input type")
-    if first is None or not dims or not types or len(dims) < first + 2:
-        return None
-    left, right = dims[first : first + 2]
-    if not all(kind in _HALF for kind in types[first : first + 2]) or not _is_product(left, right):
-        return None
-    if len(left) == 2 and len(right) == 3:  # rows of one matrix, each group times a matrix of its own
-        made = [left[0], right[2]]
-    elif operation.name == "aten::_grouped_mm" and len(left) == 2:  # groups of columns: one result each
-        return 2.0 * left[0] * left[1] * right[1], float(math.prod(left) + math.prod(right))
-    else:
-        made = [*left[:-1], right[-1]]
-    elements = math.prod(left) + math.prod(right) + math.prod(made)
-    return 2.0 * math.prod(made) * left[-1], float(elements)
+def _floors(trace: Trace, rows: Iterable[Owner]) -> dict[Owner, float]:
+    # least ms per step of rows, each a segment or a compiled unit of neighbours such as a..b
+    found: dict[Owner, float] = defaultdict(float)
+    parts: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        parts[row.unit].append(row.part)
+    for layer in trace.floors:
+        left = set(layer)
+        for unit, segments in sorted(_segments(parts, [*layer]), key=lambda pair: -len(pair[1])):
+            if left.issuperset(segments):  # "attn" of a dense layer may be in its "attn..mlp"
+                left -= {*segments}
+                for part in parts[unit]:
+                    if part in _FIGURES:
+                        found[Owner(unit, part)] += sum(layer[s][i] for s in segments for i in _FIGURES[part])
+    return found
 
 
-def _tb_per_s(device_name: str) -> float | None:
-    words = device_words(device_name)
-    if "MIG" in words:
-        return None
-    of_cards = ((card.name, card.hbm_tb_per_s) for card in CARDS.values())
-    known = (*_OTHER_BANDWIDTHS, *of_cards)
-    return next((tb_per_s for needed, tb_per_s in known if words.issuperset(needed.split())), None)
-
-
-def _is_product(left: Sequence[int], right: Sequence[int]) -> bool:
-    fit = len(left) in (2, 3) and len(right) in (2, 3) and len(left) <= len(right)
-    return fit and all(type(size) is int for size in (*left, *right)) and left[-1] == right[-2]
+def _segments(units: Iterable[str], layer: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    for unit in units:
+        first, _, last = unit.partition("..")
+        if first in layer and (last or first) in layer:
+            yield unit, layer[layer.index(first) : layer.index(last or first) + 1]

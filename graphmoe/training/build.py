@@ -24,6 +24,7 @@ from graphmoe.runtime.compile.weight_forms import DelayedScales
 from graphmoe.runtime.dispatch import bounded_dispatcher, make_room, planned_dispatcher
 from graphmoe.runtime.dispatch.ladder import GROWTH, ReceiveLadder
 from graphmoe.runtime.ranks import Mesh, Ranks
+from graphmoe.training.memory import num_slots
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +107,12 @@ def receive_ladder(
             make_room(plan, mesh, max(dispatchers, key=lambda each: each.capacity or ()), device)
         model.use(dispatchers)
 
+    # graphs of experts keep their results in each micro-batch slot
+    slots = num_slots(plan.pipeline is not None, plan.ep_overlap) if "moe_experts" in plan.captured else 1
+
     def num_bytes(dispatchers: tuple[Dispatcher, ...]) -> int:
         rooms = [each.capacity for each in dispatchers if each.capacity is not None]
-        return room_bytes(rooms, plan.model, plan.layout, plan.dtype.itemsize, fused=fused)
+        return slots * room_bytes(rooms, plan.model, plan.layout, plan.dtype.itemsize, fused=fused)
 
     def has_memory(now: tuple[Dispatcher, ...], then: tuple[Dispatcher, ...]) -> bool:
         more = num_bytes(then) - num_bytes(now)

@@ -66,7 +66,8 @@ class Execution:
         self._plan, self._ranks, self._folder = plan, ranks, folder
         of_capture = scope, device, plan.graph.warmup_steps, folder if ranks.is_first else None
         self.capture = Capture(*of_capture) if scope != "none" else None
-        self.overlap = Overlap(device) if plan.ep_overlap else None
+        replays = plan.captured & {"moe_dispatch", "moe_combine"}
+        self.overlap = Overlap(device, defers=not replays) if plan.ep_overlap else None
         self.chosen = chosen
         passes = select_passes(plan.passes, fp8_passes(plan))
         names = [spec.name for spec in passes] if plan.compile.enabled else []

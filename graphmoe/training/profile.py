@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import FACTS, PROFILE_FOLDER, STEP, display_path, trace_file
-from graphmoe.run.machine import device_name, memory_gib
+from graphmoe.run.machine import device_name, memory_gib, memory_of
+from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.host.logs import without_text
 from graphmoe.runtime.launch.stamps import Heartbeat
@@ -31,6 +31,7 @@ from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelin
 from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
 from graphmoe.runtime.torch_compat import start_memory_history, stop_memory_history, write_memory_history
 from graphmoe.segments import ranges_wanted
+from graphmoe.training.floors import floors_of
 from graphmoe.training.step_rows import StepClock
 
 log = logging.getLogger(__name__)
@@ -54,12 +55,13 @@ class StepTrace:
         device: torch.device,
         heartbeat: Heartbeat,
         clock: StepClock,
+        capture: Capture | None = None,
     ) -> None:
         steps = plan.profile.steps
         self._first, self._last = steps[0], steps[-1]
         self._plan, self._ranks, self._device, self._heartbeat = plan, ranks, device, heartbeat
         self._clock, self._on_gpu = clock, device.type == "cuda"
-        self._folder = folder / PROFILE_FOLDER
+        self._folder, self._capture = folder / PROFILE_FOLDER, capture
         self._is_wanted = ranks.rank in plan.profile.ranks
         self._is_open = False
         self._profiler: profile | None = None
@@ -149,10 +151,14 @@ class StepTrace:
             "num_ranks": self._ranks.size,
             "steps": self._done,
             "device": name,
-            "peak_tflops": self._plan.log.peak_tflops or peak_tflops(name),
             "graph_scope": scope if isinstance(scope, str) else [*scope],
             "compiled": self._plan.compile.enabled,
             "torch": torch.__version__,
+            "host": platform.node(),
+            "experts_on": self._plan.layout.group("ep_etp", self._ranks.rank),
+            "memory": memory_gib(self._device) * 2**30 / memory_of(self._device),
+            "graph": self._capture.made_by if self._capture else [],
+            "floors": floors_of(self._plan, self._ranks.rank, name),
         }
 
 

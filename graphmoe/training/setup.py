@@ -16,6 +16,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name, open_device
 from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import explained_mismatch, load_weights
+from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.dispatch import make_dispatcher, open_dispatcher
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.launch.stamps import Heartbeat
@@ -60,7 +61,7 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
     train_step = TrainStep(plan, optimizer, micro_batches, mesh, execution.backends)
     steps = Steps(train_step, _rows(plan, model, device), heartbeat, capture, ladder)
     validation = Validation(plan.train, corpus, micro_batches, mesh, heartbeat, ladder)
-    trace = _trace(plan, step, folder, ranks, steps, heartbeat)
+    trace = _trace(plan, step, folder, ranks, steps, heartbeat, capture)
     profile = None
     if isinstance(micro_batches, Pipelined) and plan.profile.pipeline:
         profile = PipelineProfile(plan, micro_batches.pipeline, device, mesh, steps.rows.clock, folder, step)
@@ -117,14 +118,20 @@ def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
 
 
 def _trace(
-    plan: Plan, step: int, folder: Path, ranks: Ranks, steps: Steps, heartbeat: Heartbeat
+    plan: Plan,
+    step: int,
+    folder: Path,
+    ranks: Ranks,
+    steps: Steps,
+    heartbeat: Heartbeat,
+    capture: Capture | None,
 ) -> StepTrace | None:
     asked = plan.profile.steps
     if asked and step >= asked[-1]:
         log.info("profile.steps=%s: the run continues after step %d, nothing is recorded", asked, step)
     elif asked:
         device = steps.step.micro_batches.device
-        return StepTrace(plan, folder, ranks, device, heartbeat, steps.rows.clock)
+        return StepTrace(plan, folder, ranks, device, heartbeat, steps.rows.clock, capture)
     return None
 
 

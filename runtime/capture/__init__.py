@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphmoe.config.ranges import number_of
 from graphmoe.runtime.capture.graphs import Graph, GraphMaker, Span
+from graphmoe.runtime.capture.nodes import MadeBy
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.segments import FULL_ITERATION, profiler_range
 
@@ -71,6 +72,7 @@ class Capture:
         self.report = CaptureReport(name, self.maker.on, warmup_steps)
         self.steps = 0  # training steps begun
         self.program: int | None = 0  # of receive levels, for the next steps; None: no replays
+        self.made_by: list[MadeBy] = []  # nodes of the newest graph of a whole step, by segment
         self.planned = 0  # last program that was not None: only it may have graphs
         self._begun: dict[int | None, int] = {}  # steps by program
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -198,7 +200,9 @@ class CapturedStep:
     def _make(self, given: Sequence[Tensor]) -> Graph:
         if not self._span.graphs:
             self._capture.report.spans.append(self._span)
-        return self._span.make(self._capture.maker, lambda: (self._step(self._static),), given)
+        graph = self._span.make(self._capture.maker, lambda: (self._step(self._static),), given)
+        self._capture.made_by = graph.made_by()
+        return graph
 
 
 class _Arrivals:

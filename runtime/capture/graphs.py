@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import os
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -15,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphmoe.segments import profiler_range
+from graphmoe.runtime.capture.nodes import MadeBy, NodeRanges, count_nodes, made_by
+from graphmoe.segments import profiler_range, ranges_wanted
 
 Run = Callable[[], tuple[Tensor, ...]]
 R = TypeVar("R", bound="Replay")
@@ -79,24 +78,31 @@ class GraphMaker:
 class DeviceGraph:
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for counting nodes
+        self._ranges = NodeRanges(torch.cuda.current_stream().cuda_stream)
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
         with _garbage_kept():
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self._results = run()
+                with ranges_wanted(self._ranges.range):
+                    self._results = run()
+                self._ranges.count()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture is invalid; the first error says why
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
         # kernels, copies and memsets; None if unknown
-        self.nodes = _count_nodes(self._graph.raw_cuda_graph())
+        self.nodes = count_nodes(self._graph.raw_cuda_graph())
         self._graph.instantiate()
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch on the current stream; results keep their addresses."""
         self._graph.replay()
         return self._results
+
+    def made_by(self) -> list[MadeBy]:
+        """Return the names of its nodes by the ranges that made them."""
+        return made_by(self._graph.raw_cuda_graph(), self._ranges)
 
     def release(self) -> None:
         self._graph.reset()
@@ -121,24 +127,11 @@ class HostGraph:
             kept.copy_(result)
         return self._results
 
+    def made_by(self) -> list[MadeBy]:
+        return []
+
 
 Graph = DeviceGraph | HostGraph
-
-
-def _count_nodes(graph: int) -> int | None:
-    # graph is a cudaGraph_t (a CUgraph for the driver) or hipGraph_t
-    hip = torch.version.hip is not None
-    libraries = [f"libamdhip64.so{end}" for end in ("", ".7", ".6")] if hip else ["libcuda.so.1"]
-    count = ctypes.c_size_t()
-    for library in libraries:
-        try:  # RTLD_NOLOAD: another copy of the runtime would not know the graph
-            loaded = ctypes.CDLL(library, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
-            get_nodes = loaded.hipGraphGetNodes if hip else loaded.cuGraphGetNodes
-        except (OSError, AttributeError):
-            continue
-        failed = get_nodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
-        return None if failed else count.value
-    return None
 
 
 @contextlib.contextmanager

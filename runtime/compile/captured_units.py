@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphmoe.ops import IN_USE
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
+from graphmoe.ops.symm.peers import forget_order
 from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.capture.graphs import Pool, Replay, Span, static_copy
 from graphmoe.runtime.compile.code import Gradients, UnitCode, call_unit
@@ -29,8 +30,9 @@ class UnitCapture:
         self.names, self.capture = names, capture
         self.slot: Hashable = None  # micro-batch slot of the current forward
         self.micro_batch = 0  # number of micro-batches that were assigned a slot
-        # by slot: one pool for each forward of the same unit in flight
-        self._pools: dict[Hashable, list[Pool]] = {}
+        # by slot, stream, and number of the forward of the same unit in flight; streams replay side by side
+        self._pools: dict[tuple[Hashable, str, int], Pool] = {}
+        self._addresses: dict[Hashable, set[int]] = {}  # of results, by slot
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._spans: dict[tuple[str, ...], Span] = {}
         self._planned = capture.planned
@@ -40,22 +42,23 @@ class UnitCapture:
     def lane(self, name: Hashable) -> Iterator[None]:
         assert name is not None and self.slot is None, "a micro-batch has one slot"
         self.micro_batch += 1
-        for pool in self._pools.get(name, ()):
-            assert not pool.num_left, f"slot {name} is reused before its last wgrad has run"
-            pool.begin()
+        for (slot, *_), pool in self._pools.items():
+            if slot == name:
+                assert not pool.num_left, f"slot {name} is reused before its last wgrad has run"
+                pool.begin()
         self.slot = name
         try:
             yield
         finally:
             self.slot = None
 
-    def pool(self, number: int) -> Pool:
-        """Return the slot's memory pool for the ``number``-th concurrent forward of a compile unit."""
-        pools = self._pools.setdefault(self.slot, [])
-        while len(pools) <= number:
-            addresses = pools[0].addresses if pools else set[int]()
-            pools.append(Pool(self.capture.maker, (self.slot, len(pools)), addresses))
-        return pools[number]
+    def pool(self, stream: str, number: int) -> Pool:
+        """Return the slot's memory pool for a stream and the ``number``-th concurrent forward of a unit."""
+        key = self.slot, stream, number
+        if key not in self._pools:
+            addresses = self._addresses.setdefault(self.slot, set())
+            self._pools[key] = Pool(self.capture.maker, key, addresses)
+        return self._pools[key]
 
     def has_new_program(self) -> bool:
         """Return True once after new dispatchers freed all graphs; drop the state that the graphs shared."""
@@ -63,11 +66,12 @@ class UnitCapture:
             return False
         self._planned = self.capture.planned
         self._pools.clear()
+        self._addresses.clear()
         self._scratch.clear()
         return True
 
     def unit(
-        self, code: UnitCode, segments: tuple[str, ...], name: str, reads: tuple[str, ...]
+        self, code: UnitCode, segments: tuple[str, ...], name: str, reads: tuple[str, ...], stream: str
     ) -> UnitCode | CapturedUnit:
         if not code.graphs.num_outputs:
             self.capture.report.not_captured |= dict.fromkeys(segments, "it only returns what it reads")
@@ -80,11 +84,11 @@ class UnitCapture:
             for segment in segments:
                 self.capture.report.not_captured.pop(segment, None)
         span.places += 1
-        return CapturedUnit(code, self, span, reads)
+        return CapturedUnit(code, self, span, reads, stream)
 
-    def scratch(self, index: int, like: Tensor) -> Tensor:
+    def scratch(self, stream: str, index: int, like: Tensor) -> Tensor:
         """Return static input ``index``, shared by graphs that each replay right after filling it."""
-        key = (index, like.shape, like.stride(), like.dtype)
+        key = (stream, index, like.shape, like.stride(), like.dtype)
         if key not in self._scratch:
             self._scratch[key] = static_copy(like)
         return self._scratch[key]
@@ -93,10 +97,12 @@ class UnitCapture:
 class CapturedUnit:
     """A compile unit at one position of the model: runs its code in warm-up steps, then replays graphs."""
 
-    def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
+    def __init__(
+        self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...], stream: str
+    ) -> None:
         assert code.accumulates, "autograd would keep a gradient that the next replay overwrites"
-        self.graphs, self._shared = code.graphs, shared
-        self._make = functools.partial(_UnitInSlot, code, shared, span, reads)
+        self.graphs, self._shared, self._stream = code.graphs, shared, stream
+        self._make = functools.partial(_UnitInSlot, code, shared, span, reads, stream)
         self._in_slots: dict[tuple[Hashable, int], _UnitInSlot] = {}
 
     def __call__(
@@ -110,18 +116,20 @@ class CapturedUnit:
         while (unit := self._in_slots.get((slot, number))) and unit.used_by == micro_batch:
             number += 1
         if unit is None:
-            unit = self._in_slots[slot, number] = self._make(self._shared.pool(number))
+            unit = self._in_slots[slot, number] = self._make(self._shared.pool(self._stream, number))
         unit.used_by = micro_batch
         return call_unit(unit, tensors, gradients, pending)
 
 
 class _UnitInSlot:
     def __init__(
-        self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...], pool: Pool
+        self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...], stream: str, pool: Pool
     ) -> None:
         self.graphs = code.graphs
         self.used_by: int | None = None  # micro-batch that may still read the results
         self._code, self._shared, self._span, self._reads, self._pool = code, shared, span, reads, pool
+        self._scratch = functools.partial(shared.scratch, stream)
+        self._exchanges = stream == "comm"  # beside another micro-batch
         # Inputs of the last warm-up call without gradient. While held, their addresses are not reused, so an
         # input found there again at capture is static.
         self._held: Sequence[Tensor] = ()
@@ -137,6 +145,8 @@ class _UnitInSlot:
         if not self._shared.capture.ready:
             self._held = [tensor for tensor in read if not tensor.requires_grad]
             return self._code.forward(tensors)
+        if self._exchanges:
+            forget_order()
         if self._forward is None:
             self._forward = self._captured_forward(own, read, forms)
         moved = self._forward.moved(read)
@@ -189,7 +199,7 @@ class _UnitInSlot:
             self._pool.has_gap = True
             return self._code.backward(kept, of_outputs, gradients)  # a first run may compile and autotune
         if replay is None:
-            scratch = [self._shared.scratch(i, gradient) for i, gradient in enumerate(of_outputs)]
+            scratch = [self._scratch(i, gradient) for i, gradient in enumerate(of_outputs)]
 
             def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
                 of_inputs, handed = self._code.backward_inputs(kept, static)
@@ -209,6 +219,8 @@ class _UnitInSlot:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads,
     ) -> Gradients:
+        if self._exchanges:
+            forget_order()
         inputs = self._pool.find(self._inputs, of_outputs)
         if inputs is None:
             inputs = self._captured_inputs(kept, of_outputs)
@@ -230,7 +242,7 @@ class _UnitInSlot:
             is_read_later = len(kept) + i in split.weights_read
             stays.append(is_read_later and gradient.data_ptr() in self._pool.addresses)
             if not is_read_later:
-                scratch.append(self._shared.scratch(i, gradient))
+                scratch.append(self._scratch(i, gradient))
                 static.append(scratch[-1])
             else:  # another unit refills the scratch before wgrad reads it
                 static.append(gradient.detach() if stays[-1] else static_copy(gradient))

@@ -138,8 +138,6 @@ class CompiledSegments:
         forms = self._forms_of(place, code)
         if self._unit_turns is None or not self._unit_turns.runs:
             return code([*place.bound.tensors, *read, *forms], place.gradients, self._pending)
-        # graphs share static inputs, which only the compute stream may fill
-        assert isinstance(code, UnitCode) or place.bound.unit.segments[0].stream == "compute"
 
         def call(own: Sequence[Tensor], pending: PendingWeightGrads) -> Sequence[Tensor]:
             return code([*place.bound.tensors, *own, *forms], place.gradients, pending)
@@ -217,7 +215,8 @@ class CompiledSegments:
                 )
         code = self._shared_code(place, read, made_by)
         names = tuple(segment.name for segment in unit.segments)
-        place.codes[key] = capture.unit(code, names, unit.name, unit.reads)
+        stream = unit.segments[0].stream if self._unit_turns else "compute"
+        place.codes[key] = capture.unit(code, names, unit.name, unit.reads, stream)
         return place.codes[key]
 
     def _shared_code(

@@ -6,6 +6,10 @@ a6a16cdc, not run with the package yet.
 Suffixes: T tokens, K slots, P ranks of ``ep``, C channels, N = P * T received rows at most, D hidden.
 
 Rows are in the order of ``alltoall``. Sums are fp32, over ranks in order, rounded once. No host sync.
+
+The package's kernels run on its own stream. Calls without ``async_finish`` order that stream with the current
+one: with overlap the transfer stream of `runtime.overlap`, so products run beside them. An asynchronous call
+returns an event, which operations of a compiled unit cannot hand on.
 """
 
 from dataclasses import dataclass

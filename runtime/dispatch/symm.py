@@ -131,7 +131,7 @@ class SymmetricPeers:
         )
         self.rank, self.size = self._rows.rank, self._rows.size
         self.view, self.barrier = self._rows.view, self._rows.barrier
-        self.last: tuple[Side, bool] | None = None
+        self.last: tuple[Side, bool] | None = "back", False  # nothing is read yet
         self.streams = [torch.cuda.Stream() for _ in range(self.size - 1)]
         self._region: Region | None = None
 

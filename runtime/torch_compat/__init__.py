@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 _KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
 # called by ``torch.no_grad`` and the like, as a TorchFunctionMode sees it
 set_grad_enabled = torch._C._set_grad_enabled
+demangle: Callable[[str], str] = torch._C._demangle  # C++ symbols
 # without a table torch 2.15 records detach as an alias, through which a gradient would flow
 make_fx = functools.partial(proxy_tensor.make_fx, decomposition_table={})
 

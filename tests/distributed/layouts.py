@@ -112,7 +112,7 @@ def check(change: Change | None, trainer: Trainer) -> None:
         check_who_carries_messages(trainer)
         if overlap is not None:
             check_that_units_take_turns(trainer)
-    elif overlap is not None and trainer.plan.graph.scope == "none":
+    elif overlap is not None and trainer.plan.graph.scope != FULL_ITERATION:
         check_that_backwards_run_inside_forwards(trainer, overlap)
     if isinstance(trainer.optimizer, ShardedOptimizer):
         check_that_weights_are_shared_out(trainer, trainer.optimizer)

@@ -55,6 +55,7 @@ NEARLY_ALL = (
     "graph.scope=[embed,attn,moe_router,moe_preprocess,moe_experts,shared_experts,mlp,loss]",
     *LAYERS[1:],
 )
+EXCHANGES = ("graph.scope=[moe_dispatch,moe_combine]", *LAYERS[1:])
 SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
 SENT = Case(2, "ep=2", mode="traced")
 SENDS = (SENT, replace(SENT, overrides=(SENT_TWICE,)))
@@ -92,6 +93,11 @@ LIKE = {  # cases that are bitwise others: routed again in the backward, or with
     replace(ONE_BY_ONE, overrides=(*TURNS, *FULL)): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *PARTIAL)): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *NEARLY_ALL)): ONE_BY_ONE,
+    replace(ONE_BY_ONE, overrides=(*TURNS, *LAYERS)): ONE_BY_ONE,
+    replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *LAYERS)): COPIED,
+    replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *EXCHANGES)): COPIED,
+    replace(IN_TURNS, overrides=(*TURNS, *LAYERS)): IN_TURNS,
+    replace(PAIRED, overrides=(*TURNS, *LAYERS)): PAIRED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *PARTIAL)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *NEARLY_ALL)): COPIED,
     replace(IN_TURNS, overrides=(*TURNS, *PARTIAL)): IN_TURNS,

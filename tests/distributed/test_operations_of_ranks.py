@@ -110,23 +110,44 @@ def checks_and_sums(ranks: Ranks, folder: Path) -> None:
     assert int(ops.index_along("tp", x)) == ranks.rank % 2
 
 
-def in_turns(more: Sequence[str], ranks: Ranks, folder: Path) -> None:
-    """All pulls find weights that came along with rows, and gradients go home in exchanges of rows."""
-    words = (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]", *more)
+def fetches(more: Sequence[str], ranks: Ranks, folder: Path) -> tuple[int, ...]:
+    """Numbers of pulls, of weights that came along with rows, of transfers, and of gradients sent so."""
+    words = (*REPLICAS, "recompute.segments=[moe_experts]", *more)
     calls = [(Exchange, "pull"), (Exchange, "keep"), (reference, "pull"), (reference, "add_made")]
     with ExitStack() as stack:
         patches = [mock.patch.object(*call, autospec=True, side_effect=getattr(*call)) for call in calls]
         spies = [stack.enter_context(patch) for patch in patches]
         Case(RANKS, "ep=2", "", words, TWO_LAYERS, "traced").training(ranks, folder)
-    pulls, along, transfers, homes = (spy.call_count for spy in spies)
+    return tuple(spy.call_count for spy in spies)
+
+
+def in_turns(more: Sequence[str], ranks: Ranks, folder: Path) -> None:
+    """All pulls find weights that came along with rows, and gradients go home in exchanges of rows."""
+    pulls, along, transfers, homes = fetches(("pipeline.ep_overlap=true", *more), ranks, folder)
     assert transfers == along and pulls > 0 and homes > 0
 
 
+def captured(scope: str, ranks: Ranks, folder: Path) -> None:
+    """All weights come along with rows, or none, and then they are fetched; replays reduce no gradients."""
+    words = f"graph.scope={scope}", "graph.warmup_steps=1", "pipeline.ep_overlap=true"
+    pulls, along, transfers, homes = fetches(words, ranks, folder)
+    are_sent, are_reduced = CAPTURED[scope]
+    assert pulls > 0 and (transfers == along if are_sent else (transfers, along) == (pulls, 0))
+    assert (homes > 0) == are_reduced
+
+
+CAPTURED = {  # whether exchanges of rows send weights of replicas, and whether they reduce gradients
+    "partial": (True, True), "layer": (True, False), "moe": (True, False), "[shared_experts]": (True, True),
+    "[attn,moe_preprocess,moe_experts]": (False, True), "[moe_preprocess,moe_combine]": (False, False),
+    "[moe_preprocess,moe_dispatch,moe_experts]": (False, False),
+    "[moe_dispatch,moe_experts,moe_combine]": (False, False),
+}  # fmt: skip
 TWO_LAYERS = ("model.num_dense_layers=0", "model.num_layers=2")
 OTHERS = {
     "checks and sums": checks_and_sums,
     "replicas in turns": functools.partial(in_turns, ()),
     "replicas in turns, kept": functools.partial(in_turns, ("moe.replica_keep=true",)),
+    **{f"replicas, {scope}": functools.partial(captured, scope) for scope in CAPTURED},
 }
 
 

@@ -31,12 +31,12 @@ ALONE = {
 RUNS = {
     **{name: (EAGER, f"pipeline.schedule={name}") for name in ("gpipe", "interleaved", "v_half", "v_min")},
     "tied": (EAGER, "model.tie_embeddings=true"),
-    **{name: (COMPILED, f"pipeline.schedule={name}") for name in ("1f1b", "zbv")},
+    **{name: (COMPILED, f"pipeline.schedule={name}") for name in ("1f1b", "zbv", "dualpipe_v")},
     **{
         f"{name} on lanes": (
             COMPILED, f"pipeline.schedule={name}", "graph.scope=layer", "graph.warmup_steps=2",
         )
-        for name in ("1f1b", "zbv")
+        for name in ("1f1b", "zbv", "dualpipe_v")
     },
     "recorded": (COMPILED, "pipeline.schedule=zb1p", "profile.pipeline=true"),
 }  # fmt: skip
@@ -76,7 +76,7 @@ def test_losses_and_norms_of_both_ranks_are_those_of_one_gpu(ranks, alone, name)
 def test_ranks_hold_the_same_embedding_where_both_have_it(ranks, name):
     first, second = (found.weights for found in ranks[name])
     common = first.keys() & second.keys()
-    on_a_v = name.startswith(("zbv", "v_"))  # whose first rank has the last stage too
+    on_a_v = name.startswith(("zbv", "dualpipe_v", "v_"))  # whose first rank has the last stage too
     assert common == (set() if on_a_v else {"embed.weight"})
     assert all(torch.equal(first[key], second[key]) for key in common)
 

@@ -1,9 +1,8 @@
-"""A trace of a captured run on a GPU: its kernels belong to segments, and all figures are there."""
+"""Traces of captured runs on a GPU: their kernels belong to segments, and all figures are there."""
 
 import pickle
 import time
-
-import pytest
+from collections import Counter
 
 from graphmoe.trace.events import read_trace, traces_of
 from graphmoe.trace.summary import summarise
@@ -32,17 +31,29 @@ def test_most_of_the_time_of_a_captured_run_belongs_to_segments(tmp_path):
         assert any(pickle.load(file)["device_traces"])
 
 
-def test_recorded_steps_have_the_numbers_of_any_other_and_a_captured_step_is_one_row(
-    tmp_path, deterministic_words
-):
+def test_a_captured_step_has_the_segments_and_numbers_of_any_other(tmp_path, deterministic_words):
     words = (*RUN, *deterministic_words, "graph.scope=full_iteration")
     train_in(tmp_path / "plain", *words)
     train_in(tmp_path / "recorded", *words, "profile.steps=[5,6]")
     assert numbers(tmp_path / "plain") == numbers(tmp_path / "recorded")
-    summary = summarise(read_trace(traces_of([tmp_path / "recorded"], None)[0]), 5)
+    trace = read_trace(traces_of([tmp_path / "recorded"], None)[0])
+    summary = summarise(trace, 5)
+    print(*((s.segment, s.part, s.calls, s.ms, s.floor_ms) for s in summary.segments), summary.wall, sep="\n")
     times = {(s.segment, s.part): s.ms for s in summary.segments}
-    assert times["full_iteration", "replay"] > 0.8 * sum(times.values())
-    assert any("name no segment" in note for note in summary.notes)
+    assert ("full_iteration", "replay") not in times
+    named = sum(ms for (segment, _), ms in times.items() if segment not in NO_SEGMENT)
+    assert named > 0.8 * sum(times.values())
+    assert {("attn..mlp", "F"), ("attn..mlp", "I"), ("attn..moe_combine", "W"), ("loss", "F")} <= times.keys()
+    # one stream: kernels start in the order of the nodes, so that the driver lists these as they were made
+    names = [name for *_, of_range in trace.graph for name in of_range]
+    replays = Counter(a.correlation for a in trace.activities)
+    replay = max(replays, key=replays.__getitem__)
+    runs = [a for a in trace.activities if a.correlation == replay]
+    copies = [a.kind == "memcpy" or a.name.startswith("memcpy") for a in runs]  # small ones are kernels
+    ran = [
+        "memcpy" if c else a.name if a.kind == "kernel" else a.kind for a, c in zip(runs, copies, strict=True)
+    ]
+    assert len(names) > 50 and ran == names
 
 
 def test_starting_the_profiler_and_writing_are_in_the_time_of_no_step(tmp_path, monkeypatch):
@@ -58,12 +69,8 @@ def test_starting_the_profiler_and_writing_are_in_the_time_of_no_step(tmp_path, 
     assert all(row["step_s"] < 2.5 for row in metrics(tmp_path) if row["step"] in (4, 5, 6, 7, 8))
 
 
-def test_an_eager_run_has_backwards_of_segments_and_floors_of_products(tmp_path):
+def test_an_eager_run_has_backwards_of_segments(tmp_path):
     train_in(tmp_path, *GPU, *UNREAD, "compile.enabled=false", "train.steps=3", "profile.steps=[3]")
     summary = summarise(read_trace(traces_of([tmp_path], None)[0]), 20)
     times = {(s.segment, s.part): s.ms for s in summary.segments}
     assert {("attn", "F"), ("attn", "B"), ("moe_experts", "F"), ("moe_experts", "B")} <= times.keys()
-    products = [k for s in summary.segments for k in s.kernels if k.floor_ms is not None]
-    if not products:
-        pytest.skip(f"the peak of {summary.device} is not known")
-    assert all(kernel.floor_ms <= kernel.ms for kernel in products)

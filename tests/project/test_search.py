@@ -11,9 +11,8 @@ import pytest
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.plan.costs.rates import Speeds, default_rates
-from graphmoe.plan.pipeline import Placement
-from graphmoe.plan.pipeline.check import in_flight
-from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
+from graphmoe.plan.pipeline.check import in_flight, peaks
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.simulate import Costs
 from graphmoe.plan.rules import check, resolve
 from graphmoe.project import step_time
@@ -328,10 +327,18 @@ def test_two_micro_batches_for_each_rank_fill_a_pipeline(name):
 
 
 @pytest.mark.parametrize("ratio", [(1, 1, 0.5), (1, 2.2, 0.3), (1, 1.3, 2.1), (1, 1.6, 0.9)])
-@pytest.mark.parametrize("name", ["zbv", "v_half", "v_min"])
-def test_short_tables_that_follow_costs_stand_for_long_ones(name, ratio):
+@pytest.mark.parametrize(
+    "name, paired",
+    [*((name, False) for name in ("zbv", "v_half", "v_min", "dualpipe_v")), ("zb1p", True), ("zbv", True),
+     ("dualpipe_v", True)],
+)  # fmt: skip
+def test_short_tables_that_follow_costs_stand_for_long_ones(name, paired, ratio):
+    fills = 3 if paired or name == "dualpipe_v" else 2
     for num_ranks in (3, 4, 6):
-        costs = Costs.of_rank(Placement.folded(num_ranks), *ratio, comm=0.02)
-        asked = {"costs": costs, "stands_for": 7 * num_ranks}
-        short, long = (make_table(name, num_ranks, each * num_ranks, **asked) for each in (2, 7))
+        costs = Costs.of_rank(placement_of(name, num_ranks), *ratio, comm=0.02)
+        costs = replace(costs, forward=tuple(c * (1 + i % 3 / 4) for i, c in enumerate(costs.forward)))
+        asked = {"costs": costs, "stands_for": 7 * num_ranks, "overlap": paired}
+        short, long = (make_table(name, num_ranks, each * num_ranks, **asked) for each in (fills, 7))
         assert [*map(set, in_flight(short))] == [*map(set, in_flight(long))]
+        sizes = [1 + stage % 4 for stage in range(short.placement.num_stages)]
+        assert peaks(short, sizes) == peaks(long, sizes)

@@ -13,7 +13,7 @@ _JOINTS: dict[str, fx.GraphModule] = {}
 def _copied_joint(forward: fx.GraphModule, fakes: list[Tensor]) -> fx.GraphModule:
     """A copy of the joint graph, which is traced once for all that differ in what is computed again."""
     names = [node.meta.get("custom") for node in forward.graph.nodes]
-    key = f"{[(fake.shape, fake.dtype) for fake in fakes]} {names} {forward.graph}"
+    key = f"{[(fake.shape, fake.dtype, fake.requires_grad) for fake in fakes]} {names} {forward.graph}"
     if key not in _JOINTS:
         _JOINTS[key] = joint_graph(forward, fakes)
     graph, copies = fx.Graph(), {}

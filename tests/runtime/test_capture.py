@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphmoe.runtime.capture import REPORT_FILE, Capture, CapturedStep, CaptureReport, graphs
+from graphmoe.runtime.capture import REPORT_FILE, Capture, CapturedStep, CaptureReport, graphs, nodes
 from graphmoe.runtime.capture.graphs import GraphMaker, Span
+from graphmoe.segments import profiler_range, ranges_wanted
 from tests.runs import COMPILED, assert_same_state, final_state, metrics, numbers, spoil_steps, trainer_in
 
 pytestmark = pytest.mark.usefixtures("unmeasured", "as_traced")
@@ -56,9 +57,72 @@ def test_nodes_are_what_the_driver_counts_or_nothing(monkeypatch, hip, function)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(ctypes, "CDLL", load)
     there = [SimpleNamespace(**{function: get_nodes})]
-    assert graphs._count_nodes(42) == 21 and graphs._count_nodes(420) is None
+    assert nodes.count_nodes(42) == 21 and nodes.count_nodes(420) is None
     for there[:] in ([SimpleNamespace()], []):
-        assert graphs._count_nodes(42) is None
+        assert nodes.count_nodes(42) is None
+
+
+class Driver:
+    """A driver that captures nodes of (type, name); those without a name have a kernel of a library."""
+
+    def __init__(self):
+        self.nodes = []
+
+    def cuStreamGetCaptureInfo_v2(self, stream, status, number, graph, *_):  # noqa: N802
+        graph._obj.value = 7
+        return stream.value != 5
+
+    def cuGraphGetNodes(self, graph, nodes, count):  # noqa: N802
+        count._obj.value = len(self.nodes)
+        if nodes is not None:
+            nodes[:] = range(1, len(self.nodes) + 1)
+        return graph.value != 7
+
+    def cuGraphNodeGetType(self, node, kind):  # noqa: N802
+        kind._obj.value = self.nodes[node.value - 1][0]
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node, kernel):  # noqa: N802
+        name = self.nodes[node.value - 1][1]
+        kernel._obj.function, kernel._obj.kernel = (node.value, None) if name else (None, node.value)
+        return 0
+
+    def cuFuncGetName(self, name, function):  # noqa: N802
+        if function.value:
+            name._obj.value = self.nodes[function.value - 1][1].encode()
+        return not function.value
+
+    def cuKernelGetName(self, name, kernel):  # noqa: N802
+        name._obj.value = f"_Z3of{kernel.value}v".encode()
+        return 0
+
+
+def test_nodes_of_a_capture_are_named_by_the_ranges_that_made_them(monkeypatch):
+    real, driver = ctypes.CDLL, Driver()
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name, **mode: driver if name.startswith("libcuda") else real(name)
+    )
+    ranges, none = nodes.NodeRanges(5), nodes.NodeRanges(6)
+    with ranges_wanted(ranges.range):
+        driver.nodes += [(2, ""), (5, "")]
+        with profiler_range("attn", "F"):
+            driver.nodes += [(0, "_Z3addi"), (0, "triton_red")]
+            with profiler_range("weights", "8 bits"):
+                driver.nodes += [(1, "")]
+            driver.nodes += [(0, "_Zwrong")]
+        with profiler_range("mlp", "F"):
+            pass
+    driver.nodes += [(0, ""), (12, "")]
+    ranges.count()
+    none.count()
+    found = [
+        ("", "", ["memset"]),
+        ("attn", "F", ["add(int)", "triton_red"]),
+        ("weights", "8 bits", ["memcpy"]),
+    ]
+    found += [("attn", "F", ["_Zwrong"]), ("", "", ["of7()"])]
+    assert nodes.made_by(7, ranges) == found and nodes.made_by(7, none) == []
 
 
 def test_tensors_may_move_before_the_capture_and_not_after_and_the_error_names_them(tmp_path):

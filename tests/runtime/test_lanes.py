@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -208,7 +209,7 @@ def test_a_new_program_has_units_of_its_own_and_lets_go_of_those_before():
         return captured.capture.report.sums()["graphs"]
 
     num_graphs = run(0, 0, 0)
-    pools = [weakref.ref(pool) for of_lane in captured.units._pools.values() for pool in of_lane]
+    pools = [weakref.ref(pool) for pool in captured.units._pools.values()]
     assert run(None, 0) == num_graphs > 0 and all(pool() for pool in pools)
     assert run(1, 1, None, 1) == 2 * num_graphs
     gc.collect()
@@ -227,7 +228,7 @@ def test_schedules_may_change_and_a_w_that_adds_may_run_first_when_all_else_is_c
 @pytest.mark.parametrize("names", SOME_SCOPES)
 def test_a_unit_may_run_twice_in_a_micro_batch(names):
     stage = assert_bitwise(names, [ZERO_BUBBLE, ONE_F_ONE_B] * 3, times=2)
-    assert set(stage.graphs) == {(lane, number) for lane in range(3) for number in range(2)}
+    assert set(stage.graphs) == {(lane, "compute", number) for lane in range(3) for number in range(2)}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_a_unit_may_run_twice_in_a_micro_batch(names):
 )
 def test_no_graph_is_made_twice_without_need(schedule, lanes):
     stage = assert_bitwise(ALL, [schedule] * 5)
-    assert [stage.graphs[lane, 0] for lane in range(3)] == lanes and len(stage.graphs) == 3
+    assert [stage.graphs[lane, "compute", 0] for lane in range(3)] == lanes and len(stage.graphs) == 3
 
 
 @pytest.mark.parametrize("names", [(), ("attn", "moe_dispatch")], ids="-".join)
@@ -285,6 +286,38 @@ def test_only_forwards_inside_leave_their_w_and_an_overlap_has_a_list_of_its_own
     assert not later and all(gradient.begun for gradient in overlapped.gradients.values())
 
 
+def step_in_turns(stage: Stage, turns: Overlap, seed: int) -> list[torch.Tensor]:
+    """Four micro-batches in two slots, each beside the backward of the one before."""
+    found, beside, units = list[torch.Tensor](), None, ()
+    with stage.capture.step():
+        for number, x in enumerate(torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(seed))):
+            with stage.execute.lane(number % 2):
+                run = lambda x=x: stage.layer(*turns.receive([x]), IDS).square().sum()  # noqa: E731
+                loss, tape = turns.record(run, beside, units)
+            tape.start([loss])
+            found.append(loss.detach().clone())
+            beside, units = Backward(tape), tape.units
+        turns.run_backward(beside)
+    for gradient in stage.gradients.values():
+        found.append(gradient.total.clone())
+        gradient.finish()
+    return found
+
+
+@pytest.mark.parametrize("names", SOME_SCOPES)
+def test_two_micro_batches_in_turns_have_graphs_by_slot_and_stream(names, monkeypatch):
+    turns, forget = Overlap(CPU), mock.Mock()
+    monkeypatch.setattr("graphmoe.runtime.compile.captured_units.forget_order", forget)
+    plain, captured = Stage(unit_turns=turns), Stage(names, unit_turns=turns)
+    for seed in range(4):
+        wanted, found = (step_in_turns(stage, turns, seed) for stage in (plain, captured))
+        assert all(map(torch.equal, found, wanted)), seed
+    streams = [segment.stream for segment in captured.segments if segment.name in names]
+    assert set(captured.graphs) == {(slot, stream, 0) for slot in (0, 1) for stream in streams}
+    assert {key[0] for key in captured.units._scratch} <= {*streams}
+    assert forget.call_count == 3 * 4 * 2 * streams.count("comm")  # before each graph, forward and backward
+
+
 def test_a_dynamic_unit_makes_its_weight_gradients_with_i():
     stage, later = Stage(), PendingWeightGrads()
     stage.segments = [replace(s, dynamic=True) for s in stage.segments if s.name == "attn"]
@@ -308,7 +341,7 @@ def test_a_forward_without_a_backward_does_not_hold_its_buffers_for_ever():
     for seed in range(5):
         with stage.capture.step():
             stage.forward(seed)
-    assert stage.graphs == {(0, 0): 1}
+    assert stage.graphs == {(0, "compute", 0): 1}
 
 
 def test_lasting_tensors_are_read_where_they_lie_and_must_stay_there():

@@ -220,10 +220,12 @@ def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(mon
     assert has_bytes(10**15, torch.device("cpu"), pool_unused=0)
 
 
-def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeypatch):
-    plan, said = plan_of(run_config(), 4), list[object]()
+def climb_twice(monkeypatch, *words: str) -> tuple[list[object], list[int]]:
+    """What happens to graphs and memory, and the bytes that a larger capacity is found to need."""
+    plan, said, more = plan_of(run_config(*words), 4), list[object](), list[int]()
     monkeypatch.setattr(build, "forget_graphs", lambda: said.append("forget"))
     monkeypatch.setattr(build, "make_room", lambda *_: said.append("room"))
+    monkeypatch.setattr(build, "has_bytes", lambda num_bytes, *_: more.append(num_bytes) or True)
     model = SimpleNamespace(dispatcher=levels_of(plan)[0], num_moe_layers=2, use=lambda rooms: None)
     maker = SimpleNamespace(pool_unused_bytes=lambda: 0)
     capture = SimpleNamespace(use=lambda program: said.append(program) or program == 1, maker=maker)
@@ -232,7 +234,26 @@ def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeyp
     ladder = build.receive_ladder(plan, None, ranks, model, torch.device("cpu"), capture, fused=True)
     for step in (1, 2):
         ladder.climb(step, [plan.worst] * 2)
-    assert said == [1, "forget", "room", None]
+    return said, more
+
+
+def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeypatch):
+    assert climb_twice(monkeypatch)[0] == [1, "forget", "room", None]
+
+
+COMPILED, OVERLAP, EXPERTS = "compile.enabled=true", "pipeline.ep_overlap=true", "graph.scope=[moe_experts]"
+
+
+@pytest.mark.parametrize(
+    "words, slots",
+    [
+        ((OVERLAP,), 1), ((EXPERTS,), 1), ((OVERLAP, "graph.scope=partial"), 1), ((OVERLAP, EXPERTS), 2),
+        ((OVERLAP, EXPERTS, "parallel.pp=2", "parallel.ep=2"), 1),
+    ],
+)  # fmt: skip
+def test_graphs_of_experts_in_two_slots_need_twice_the_memory(monkeypatch, words, slots):
+    more, least = (climb_twice(monkeypatch, COMPILED, *each)[1] for each in (words, words[2:]))
+    assert more == [slots * num_bytes for num_bytes in least] and more[0] > 0
 
 
 class _Event:

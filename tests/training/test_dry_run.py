@@ -334,7 +334,14 @@ def test_a_long_dry_run_of_a_pipeline_says_where_it_is(monkeypatch, caplog):
     assert len({*moves}) > 2 and [*moves] == sorted(moves) and {*totals} == {8}  # F and B of 4 micro-batches
 
 
-@pytest.mark.parametrize("name", slow_but(("1f1b", "zbv compile.enabled=true", "gpipe"), "1f1b"))
+PAIRS = (
+    "launch.fake_world=4 parallel.ep=2 train.global_batch_size=36 compile.enabled=true moe.dispatcher=symm "
+    "pipeline.ep_overlap=true model.mtp_depth=0 pipeline.costs=[dense:1,moe:2,loss:3]"
+)
+LONG = "1f1b", "zbv compile.enabled=true", "gpipe", *(f"{n} {PAIRS}" for n in ("zb1p", "zbv", "dualpipe_v"))
+
+
+@pytest.mark.parametrize("name", slow_but(LONG, "1f1b"))
 def test_a_long_step_needs_what_its_first_micro_batches_show(monkeypatch, name):
     sizes = "launch.fake_world=2", "parallel.pp=2", "model.num_layers=4", "train.global_batch_size=18"
     asked = *sizes, *f"pipeline.schedule={name}".split()

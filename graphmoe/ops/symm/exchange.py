@@ -106,7 +106,7 @@ def _take(peers: MemoryPeers, side: Side) -> None:
     other: Side = "back" if side == "out" else "out"
     # Sides alternate, so one barrier per exchange is enough: after it all ranks have written this side and
     # read the other.
-    if peers.last not in (None, (other, capturing)):
+    if peers.last != (other, capturing):
         peers.barrier()
     peers.last = side, capturing
 

@@ -117,8 +117,8 @@ class SharedMemory(Regions, Protocol):
 class MemoryPeers(Regions, Protocol):
     """Peers that read each other's regions, one exchange at a time."""
 
-    # Side of the last exchange, and whether it was captured. A replay does not set it: graphs, and code that
-    # runs between them, must alternate sides.
+    # Side of the last exchange, and whether it was captured; None if unknown. A replay does not set it:
+    # graphs, and code that runs between them, must alternate sides, or call `forget_order` first.
     last: tuple[Side, bool] | None
     streams: Sequence[torch.cuda.Stream]  # for copies from the P - 1 other ranks; none on a CPU
     replicas: SharedMemory  # a second memory, so that weights are sent beside exchanges of rows
@@ -142,6 +142,12 @@ def forget_graphs() -> None:
     """Free memory kept for graphs; call after all graphs have been deleted."""
     if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
         cast(MemoryPeers, IN_USE.exchange.peers).forget_graphs()
+
+
+def forget_order() -> None:
+    """Let the next exchange of rows begin with a barrier; call before a graph is captured or replayed."""
+    if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
+        cast(MemoryPeers, IN_USE.exchange.peers).last = None
 
 
 def exchange_of(size: int) -> Any:

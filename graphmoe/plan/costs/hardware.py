@@ -1,5 +1,6 @@
 """GPU models ("cards") of projections, and peaks of known ones without sparsity, from data sheets."""
 
+import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
@@ -96,6 +97,13 @@ def card_of(name: str) -> Card:
         meant = f"; did you mean '{close[0]}'?" if close else ""
         raise ConfigError(f"hardware={name} is not known{meant}; use one of {', '.join(CARDS)}")
     return CARDS[name.lower()]
+
+
+def card_in(device_name: str) -> Card | None:
+    """Return the card by torch's device name, with the peak of this variant; None if unknown."""
+    words, peak = device_words(device_name), peak_tflops(device_name)
+    found = next((card for card in CARDS.values() if card.name in words), None)
+    return dataclasses.replace(found, tflops=peak) if found and peak else None
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -120,6 +120,20 @@ def default_rates(*, is_nvidia: bool) -> Rates:
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
 
+# shares of a card's data sheet that kernels reach at best, by H200s: 790 bf16 and 1,450 fp8 TFLOP/s, 4.3 TB/s
+BF16_CEILING, FP8_CEILING, HBM_CEILING = 790 / 989.4, 1450 / 1978.8, 4.3 / 4.8
+
+
+@functools.cache
+def ceilings() -> Rates:
+    """Return the rates that lower bounds of times assume: the best shares of peaks, and no overheads."""
+    found = dataclasses.asdict(default_rates(is_nvidia=True))
+    found |= {name: FP8_CEILING if name.startswith(FP8) else BF16_CEILING for name in CLASSES}
+    found |= {"hbm": HBM_CEILING, "fp8_quantise": HBM_CEILING, "node": 1.0, "network": 1.0}
+    found |= {name: 0.0 for name in found if name.startswith("hidden_") or name.endswith("_us")}
+    return Rates(**found)
+
+
 def fits_fp8(*sides: float) -> bool:
     return not any(side % ROWWISE.aligned for side in sides)
 

@@ -23,6 +23,7 @@ from graphmoe.plan.costs.layer_parts import (
 from graphmoe.plan.costs.rates import FP32, Product, Speeds, default_rates
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.recompute import Recompute
 
 MOVED = 1.5  # times that each saved byte is read or written in the forward
@@ -103,6 +104,24 @@ def _times_of_layer(
     ]
 
 
+def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
+    """Return the times of all segments of a stage, layer by layer in the order of the model."""
+    model, found = config.model, list[SegmentTime]()
+    hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
+    counts = config.moe.dispatcher == "alltoall"
+    if pieces.embed:
+        found.append(embed_time(sizes, speeds))
+    recompute = Recompute.of(config.recompute)
+    of_mtp = [model.num_layers + k for k in pieces.mtp]
+    indices = (*pieces.layers, *of_mtp)
+    for times in times_of_layers(sizes, speeds, recompute, indices, host_counts=counts, hidden=hidden):
+        found += times
+    found += [join_time(sizes, speeds)] * len(of_mtp)
+    if pieces.loss:
+        found.append(head_time(sizes, speeds, model.mtp_depth + 1))
+    return found
+
+
 @functools.lru_cache(maxsize=1024)
 def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
     model, tp = sizes.model, sizes.layout.tp
@@ -173,7 +192,7 @@ def _moe(
     products = experts(sizes, speeds)
     if host_counts:
         products = Product(products.forward, products.inputs + products.weights)
-    shown = 1 if "experts" in sizes.fp8 else 1 - hidden  # fp8 weights are not sent with the rows
+    shown = 1 - hidden if sizes.brings_weights else 1
     copies = REPLICAS * shown if sizes.replica_slots else 0
     pulled = copies * speeds.pass_on(sizes.pulled_bytes, in_node=True)
     again = 0.0 if sizes.keeps_replicas else pulled

@@ -29,14 +29,7 @@ from graphmoe.plan.experts import (
 )
 from graphmoe.plan.forced_loads import LOADS, NO_LOAD, UNIT, read_counts
 from graphmoe.plan.layout import divisors
-from graphmoe.segments import (
-    CAPTURABLE,
-    FULL_ITERATION,
-    SYNC_FREE_STAGES,
-    lowest_stage,
-    segments_of,
-    waiting_segments,
-)
+from graphmoe.segments import CAPTURABLE, SYNC_FREE_STAGES, lowest_stage, segments_of, waiting_segments
 
 
 def model_problems(model: ModelConfig) -> list[str]:
@@ -259,7 +252,7 @@ def splits_backward(passes: PassesConfig) -> bool:
 def overlap_rules(config: RunConfig) -> Iterator[str]:
     if not config.pipeline.ep_overlap:
         return
-    choice, scope = config.moe.dispatcher, config.graph.scope
+    choice = config.moe.dispatcher
     if not dispatcher_facts(choice).reads_peers:
         instead = (
             "moe.dispatcher=symm" if config.parallel.ep * config.parallel.etp > 1 else "parallel.ep=2 or more"
@@ -279,11 +272,6 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
         yield (
             "pipeline.ep_overlap=true runs two layers at a time, and parallel.dp_shard=fsdp2 gathers one; "
             "use parallel.dp_shard=zero1"
-        )
-    if exchanges := [name for name in segments_of(scope) if name in ("moe_dispatch", "moe_combine")]:
-        yield (
-            f"pipeline.ep_overlap=true runs exchanges on a stream of their own, and graph.scope={scope} "
-            f"captures {' and '.join(exchanges)}; use graph.scope=partial or {FULL_ITERATION}"
         )
 
 

@@ -12,13 +12,19 @@ from graphmoe.plan.costs import layer_parts, segment_times
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import attention_parts, experts, gate, swiglu, weight_forms
 from graphmoe.plan.costs.rates import Rates, Speeds, default_rates
-from graphmoe.plan.costs.segment_times import SegmentTime, modelled_parts, second_forward, stage_costs, sum_of
+from graphmoe.plan.costs.segment_times import (
+    SegmentTime,
+    modelled_parts,
+    second_forward,
+    stage_costs,
+    stage_times,
+    sum_of,
+)
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.balance import default_layout
 from graphmoe.plan.pipeline.layouts import all_pieces, parse_layout, pieces_of
 from graphmoe.plan.recompute import Recompute
-from graphmoe.project.step_time import stage_times
 from tests.runs import PRESETS
 
 NVIDIA = default_rates(is_nvidia=True)

@@ -38,7 +38,6 @@ moe.expert_load=hot | moe.expert_load=hot: there is no such load; use none, bala
 model.num_experts=256 model.top_k=128 moe.expert_load=burst | must be at most 127 where moe.expert_load=burst
 moe.expert_load=/no/loads.json | moe.expert_load: /no/loads.json cannot be read
 parallel.ep=2 pipeline.ep_overlap=true | moe.dispatcher=alltoall has none; use moe.dispatcher=symm
-OVERLAP graph.scope=layer | captures moe_dispatch and moe_combine; use graph.scope=partial or full_iteration
 OVERLAP parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 gathers one; use parallel.dp_shard=zero1
 OVERLAP compile.enabled=false | pipeline.ep_overlap=true needs compiled units; use compile.enabled=true
 OVERLAP passes.disabled=[split_backward] | let the pass split_backward run

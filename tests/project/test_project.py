@@ -253,6 +253,7 @@ def test_a_row_of_the_table_of_a_search_is_projected(row, document):
     words += f" pipeline.schedule={name} pipeline.virtual_stages={virtual_stages or 'null'}"
     words += " parallel.cp_method=ring" * ("ring" in layout)
     words += " recompute.ops=[layernorm]" * ("norms again" in layout)
+    words += " moe.dispatcher=local" * ("parallel.ep=1" in words.split())
     found = document(*shlex.split(words))
     near = "" if found["fits_with_margin"] else ", near the limit"
     assert f"{found['memory_gb']['total']:.1f}{near}" == memory

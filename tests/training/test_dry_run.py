@@ -240,6 +240,7 @@ def test_what_does_not_fit_is_said_with_the_bytes():
 @pytest.mark.slow
 def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     words = ["model=tiny", "launch.fake_world=16", "parallel.ep=4", "compile.enabled=false"]
+    words += ["moe.dispatcher=alltoall", "graph.scope=none"]
     for _ in range(2):
         run = command(tmp_path, *words, "format=json")
         assert run.process.exitcode == 0, run.err.read_text()

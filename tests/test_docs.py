@@ -10,7 +10,6 @@ import json
 import pickle
 import re
 import shlex
-import typing
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.errors import explain, known_keys
 from graphmoe.command.hydra import read_words, to_config
-from graphmoe.command.words import run_words
 from graphmoe.config.arguments import parse_args
 from graphmoe.config.choices import CODE_FOLDERS, SEGMENT_NAMES
 from graphmoe.config.ranges import OWN_CODE
@@ -184,7 +182,7 @@ def check_command(page, line, folder):
     if words and words[-1] in ("--help", "--help=all", "--version") and not (words := words[:-1]):
         return
     if tool == "graphmoe.project" and words:
-        own, words = split_words(run_words(words, typing.get_type_hints(ProjectArgs)))
+        own, words = split_words(words, ProjectArgs, tool, [])
         args = parse_args(ProjectArgs, own, prog=tool)
         check_hydra_words(words, folder, functools.partial(completed, args=args))
     elif hasattr(module, "hydra_app"):

@@ -42,11 +42,11 @@ ROOMS = """
 """Rooms from left to right. Rooms of one line know nothing of each other."""
 COMMANDS = {
     *("bench", "cache", "convert", "doctor", "generate", "info", "pipeline_view", "prepare", "project"),
-    *("report", "trace", "train", "worker", "__main__"),
+    *("report", "trace", "train", "tune", "worker", "__main__"),
 }
 """Commands of one file stand to the right of all rooms."""
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 286, 51_490, 38_430, 20
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 287, 51_820, 38_720, 20
 MAX_OF_ROOMS = {
     "ops": 8_550, "plan": 5_580, "training": 4_480, "runtime": 8_710, "bench": 2_370, "project": 1_700,
     "report trace pipeline_view web_page": 3_520, "checkpoint run": 3_850, "command": 1_600, "data": 2_400,

@@ -89,7 +89,8 @@ def render(document: dict[str, Any]) -> str:
 
     suite, facts = suites()[SuiteName[document["suite"]]], document["environment"]
     warning, packages = document["method"]["warning"], facts["packages"]
-    lines = [*table(suite, document["rows"]), Scaled().vformat(suite.legend, (), document)]
+    lines = [*table(suite.columns, document["rows"], suite.shown)]
+    lines.append(Scaled().vformat(suite.legend, (), document))
     lines += [f"Warning: {warning}."] if warning else []
     lines.append(f"Device: {facts['device']}, torch {packages['torch']}, triton {packages['triton']}; bf16.")
     commit, command = facts["git_commit"] or "not in a git checkout", " ".join(facts["command"])

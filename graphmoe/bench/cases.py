@@ -257,13 +257,13 @@ class Scaled(string.Formatter):
         return format(value * SCALES[scale] if scale else value, form)
 
 
-def table(suite: Suite, rows: Sequence[Row]) -> Iterator[str]:
+def table(columns: str, rows: Sequence[Row], shown: Callable[[Row], Row] = dict) -> Iterator[str]:
     """Yield lines of a Markdown table; a failed row has its first cells and the reason."""
-    heads, forms = zip(*(column.split(": ", 1) for column in suite.columns.split(" | ")), strict=True)
+    heads, forms = zip(*(column.split(": ", 1) for column in columns.split(" | ")), strict=True)
     yield f"| {' | '.join(heads)} |"
     yield f"|{'---|' * len(heads)}"
     for row in rows:
-        cells = [_cell(form, row if row["error"] else suite.shown(row)) for form in forms]
+        cells = [_cell(form, row if row["error"] else shown(row)) for form in forms]
         if row["error"]:
             named = cells.index(None)
             cells[named:] = [f"failed: {row['error'].replace('|', '/')}", *[""] * (len(cells) - named - 1)]

@@ -39,6 +39,7 @@ COMMANDS = {
     "train": "train a model; with -m a sweep of runs",
     "info": "parameters, FLOPs per token and memory of a model, without allocating it",
     "project": "whether a run fits its GPUs and how fast it is, from its configuration alone",
+    "tune": "the fastest settings of a run on this machine, by short jobs",
     "report": "the page of a run, or one page that compares several",
     "trace": "where the time of recorded steps went",
     "pipeline_view": "numbers and pictures of pipelines, simulated or recorded",

@@ -9,14 +9,12 @@ python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x
 import functools
 import shlex
 import sys
-import typing
 
 from graphmoe.command.hydra import hydra_app
-from graphmoe.command.words import help_text, run_words
-from graphmoe.config.arguments import answer_version, emit, parse_args, run_tool, usage, wants_help
+from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.progress import working
-from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig
-from graphmoe.project.arguments import ProjectArgs, check, check_words, completed, fixed_keys, split_words
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.project.arguments import ProjectArgs, check, completed, fixed_keys, split_words
 
 PROG = "graphmoe.project"
 RUN = "python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96"
@@ -28,15 +26,7 @@ EXAMPLES = [
 
 
 def main(argv: list[str]) -> None:
-    with_all = "--help=all" in argv
-    if with_all or wants_help(argv):
-        hints = typing.get_type_hints(ProjectArgs)
-        text = help_text(PROG, EXAMPLES, argv, with_all=with_all, more=hints)
-        emit({}, f"{usage(ProjectArgs, PROG)}\nand those of a run.\n\n{text}", OutputFormat.text)
-        return
-    answer_version(argv)
-    check_words(argv)
-    own, others = split_words(run_words(argv, typing.get_type_hints(ProjectArgs)))
+    own, others = split_words(argv, ProjectArgs, PROG, EXAMPLES)
     command = shlex.join(["python", "-m", PROG, *argv])
 
     @functools.cache

@@ -5,11 +5,15 @@ import difflib
 import enum
 import math
 import shlex
+import sys
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graphmoe.config.arguments import file_problems, nearest
+from graphmoe.command.words import help_text, run_words
+from graphmoe.config.arguments import answer_version, emit, file_problems, nearest, usage, wants_help
+from graphmoe.config.choices import OutputFormat
 from graphmoe.config.schema import ComputeDtype, ConfigError, LaunchConfig, RunConfig, TrainConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card, card_of
 from graphmoe.plan.layout import Layout
@@ -66,21 +70,28 @@ MISSPELT = 0.7
 """Similarity from which a word is a misspelt key of the tool; a run's keys and groups are less similar."""
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    keys = {field.name for field in fields(ProjectArgs)}
-    own = [word for word in words if word.partition("=")[0] in keys]
-    return own, [word for word in words if word not in own]
+def split_words(argv: Sequence[str], cls: type, prog: str, examples: Sequence[str]) -> list[list[str]]:
+    """Return a tool's words and those of a run; --help and --version exit. *Raises* ConfigError."""
+    hints, with_all = typing.get_type_hints(cls), "--help=all" in argv
+    if with_all or wants_help(argv):
+        text = help_text(prog, examples, argv, with_all=with_all, more=hints)
+        emit({}, f"{usage(cls, prog)}\nand those of a run.\n\n{text}", OutputFormat.text)
+        sys.exit(0)
+    answer_version(argv)
+    check_words(argv, [*hints])
+    words = run_words(argv, hints)
+    own = [word for word in words if word.partition("=")[0] in hints]
+    return [own, [word for word in words if word not in own]]
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Raise ConfigError for misspelt keys of the tool, and for ``-m``."""
-    keys = [field.name for field in fields(ProjectArgs)]
+def check_words(words: Sequence[str], keys: Sequence[str]) -> None:
+    """Raise ConfigError for misspelt keys of a tool, and for ``-m``."""
     given = [word for word in words if "=" in word or word.startswith("--")]
     names = {word.removeprefix("--").partition("=")[0] for word in given} - {*keys}
     misspelt = [name for name in sorted(names) if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
     problems = [f"unknown key '{name}'{nearest(name, keys)}" for name in misspelt]
     multirun = [word for word in words if word in ("-m", "--multirun")]
-    problems += [f"{word}: a projection is of one run; leave it out" for word in multirun]
+    problems += [f"{word}: this tool takes one run; leave it out" for word in multirun]
     if problems:
         raise ConfigError("; ".join(problems))
 

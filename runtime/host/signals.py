@@ -73,7 +73,7 @@ class StopSignal:
 
 
 @contextmanager
-def ends_at_signals() -> Iterator[None]:
+def ends_at_signals(moment: str = " before the first step") -> Iterator[None]:
     """Raise Interrupted at the first signal, exit at the second. No effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -86,7 +86,7 @@ def ends_at_signals() -> Iterator[None]:
             os._exit(128 + number)
         _heard.raised = signal.Signals(number).name
         if LAUNCHER_PID not in os.environ:
-            say(f"{_heard.raised} received before the first step: ending")
+            say(f"{_heard.raised} received{moment}: ending")
         raise Interrupted(number)
 
     previous = {number: signal.signal(number, handle) for number in heard() if not awaited(number)}

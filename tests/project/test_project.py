@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+import typing
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from graphmoe.command.errors import known_keys
 from graphmoe.config.arguments import run_tool
 from graphmoe.project.__main__ import EXAMPLES, main
-from graphmoe.project.arguments import check_words
+from graphmoe.project.arguments import ProjectArgs, check_words
 from graphmoe.project.tables import verdict
 from graphmoe.training.memory import MEMORY_KINDS
 from tests.runs import ROOT
@@ -152,7 +153,7 @@ hardware=h100 assumptions=exakt | assumptions=exakt: expected one of exact, publ
 hardware=h100 compile.enabled=false | use compile.enabled=true
 hardware=h100 assumptions=published parallel.tp=2 recompute=all | needs model.attention=gqa, not mla; needs
 hardware=h100 assumptions=published parallel.tp=2 recompute=all | tp=1, not 2; needs recompute.all=False, not
-hardware=h100 -m | -m: a projection is of one run; leave it out
+hardware=h100 -m | -m: this tool takes one run; leave it out
 hardware=h100 top=0 | top=0 must be 1 or more
 hardware=h100 page=nowhere/x.html | page=nowhere/x.html: there is no folder nowhere
 hardware=h100 search=true pipeline.microbatches=8 | use train.global_batch_size
@@ -189,8 +190,9 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project):
 
 
 def test_no_key_of_a_run_is_taken_for_a_misspelt_one_of_the_tool():
-    check_words([f"{key}=x" for key in (*known_keys(), *(p.name for p in (ROOT / "conf").iterdir()))])
-    check_words(["moe_1t", "--hardware", "mi355x", "--train.steps=3", "nodes=96"])
+    keys = [*typing.get_type_hints(ProjectArgs)]
+    check_words([f"{key}=x" for key in (*known_keys(), *(p.name for p in (ROOT / "conf").iterdir()))], keys)
+    check_words(["moe_1t", "--hardware", "mi355x", "--train.steps=3", "nodes=96"], keys)
 
 
 def test_help_of_the_command_names_the_keys_of_the_tool_and_of_a_run(project):

@@ -1,29 +1,31 @@
 """Candidates of a search: layouts of a number of ranks, schedules, and kinds of recompute."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import (
-    Balance,
     ConfigError,
     ContextMethod,
     Fp8Recipe,
     ModelConfig,
-    MoEConfig,
     ParallelConfig,
-    PrecisionConfig,
     RecomputeConfig,
     RunConfig,
 )
-from graphmoe.plan.experts import dispatcher_of, experts_of, has_experts
+from graphmoe.plan.experts import has_experts
 from graphmoe.plan.layout import Layout, divisors
+from graphmoe.plan.pipeline.plan import num_micro_batches
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules import violations
+from graphmoe.plan.rules.auto import AUTO, DISPATCHER, OVERLAP, SCOPE, undecided, value_of, with_values
 from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
+from graphmoe.training.auto import decisions, machine_of
 
 MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -43,16 +45,16 @@ class Candidates:
 
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
         self.num_ranks, self.fixed = args.num_ranks, fixed
-        free = replace(config, moe=replace(config.moe, balance=Balance.auto))
-        is_fixed = "moe.balance" in fixed or experts_of(free).balance is not config.moe.balance
-        self.config = config = config if is_fixed else free
+        if config.moe.dispatcher in ("local", "alltoall") and DISPATCHER not in fixed:
+            config = with_values(config, {DISPATCHER: AUTO})
+        self.config, self._machine = config, machine_of(args.card, args.num_ranks)._replace(memory=math.inf)
         self._per_node, nodes = args.per_node, args.num_ranks // args.per_node
         self._launch = replace(config.launch, nproc=self._per_node, nodes=nodes)
         self.kinds = self._kinds()
         self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
-        self._violated: dict[tuple[Layout, Fp8Recipe, str], list[str]] = {}
+        self._known: dict[tuple[Layout, Fp8Recipe, bool], tuple[dict[str, Any], list[str]]] = {}
         recipes = [Fp8Recipe.none, Fp8Recipe.rowwise] if args.try_fp8 else [config.precision.fp8]
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
@@ -70,29 +72,15 @@ class Candidates:
             for precision in self.precisions:
                 changed = precision.fp8 is not self.config.precision.fp8
                 in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
-                for moe, word in self._dispatchers(parallel, precision):
-                    made = replace(self.config, parallel=parallel, moe=moe, train=train, precision=precision)
-                    made = replace(made, moe=replace(moe, balance=experts_of(made).balance))
-                    words = _joined(self._words(parallel), word, in_fp8)
-                    yield Candidate(words, made, layout), self._problems(made, layout)
+                made = replace(self.config, parallel=parallel, train=train, precision=precision)
+                made, problems = self._decided(made, layout)
+                uncaptured = self.config.graph.scope == AUTO and made.graph.scope == "none"
+                words = _joined(self._words(parallel), f"{SCOPE}=none" * uncaptured, in_fp8)
+                yield Candidate(words, made, layout), problems
         if not count:
             raise ConfigError(
                 f"no layout fits parallel.* on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
             )
-
-    def _dispatchers(
-        self, parallel: ParallelConfig, precision: PrecisionConfig
-    ) -> list[tuple[MoEConfig, str]]:
-        moe = self.config.moe
-        if moe.dispatcher not in ("local", "alltoall") or "moe.dispatcher" in self.fixed:
-            return [(replace(moe, dispatcher=dispatcher_of(moe, parallel)), "")]
-        moe = replace(moe, dispatcher=dispatcher_of(replace(moe, dispatcher="auto"), parallel))
-        plain, symm = (moe, ""), (replace(moe, dispatcher="symm"), "moe.dispatcher=symm")
-        if moe.dispatcher != "alltoall" or "experts" not in precision.fp8_products:
-            return [plain]
-        if precision.fp8 is not Fp8Recipe.none:
-            return [symm]
-        return [plain, symm] if len(self.precisions) > 1 else [plain]
 
     def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
         for name, virtual_stages in self._schedules(candidate.layout.pp):
@@ -109,6 +97,8 @@ class Candidates:
                 return
             words = "" if MICRO_BATCH in self.fixed else f"{MICRO_BATCH}={size}"
             config = replace(candidate.config, train=train)
+            if self.config.pipeline.ep_overlap == AUTO and num_micro_batches(config, candidate.layout) < 2:
+                config = with_values(config, {OVERLAP: False})
             yield replace(candidate, words=_joined(candidate.words, words), config=config)
 
     def recomputing(self, candidate: Candidate, kind: str) -> Candidate:
@@ -122,7 +112,7 @@ class Candidates:
             return
         # a schedule that always has pairs (dualpipe_v) is another's overlapped table
         names = [n for n, s in SCHEDULES.items() if not s.keeps_all and s.build is not s.build_overlapped]
-        if pipeline.ep_overlap:
+        if pipeline.ep_overlap is True:
             names = [name for name in names if SCHEDULES[name].build_overlapped]
         if "pipeline.schedule" in self.fixed:
             names = [pipeline.schedule]
@@ -195,15 +185,20 @@ class Candidates:
         auto = context_method(replace(parallel, cp_method=ContextMethod.auto), self.config.model)
         return list(dict.fromkeys([auto, ContextMethod.ring])) if parallel.cp > 1 else [auto]
 
-    def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
+    def _decided(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
-        key = like, config.precision.fp8, config.moe.dispatcher
-        if key not in self._violated:
-            self._violated[key] = violations(replace(config, recompute=RecomputeConfig()))
-        return [
+        key = like, config.precision.fp8, num_micro_batches(config, layout) > 1
+        if key not in self._known:
+            found = decisions(replace(config, recompute=RecomputeConfig()), self._machine)[0]
+            if layout.pp > 1 and config.graph.scope == AUTO and found.graph.scope == "partial":
+                found = with_values(found, {SCOPE: "none"})  # graphs of micro-batches in flight are large
+            self._known[key] = {key: value_of(found, key) for key in undecided(config)}, violations(found)
+        values, problems = self._known[key]
+        found = with_values(config, values)
+        return found, [
             *rank_batch_rules(config.train, layout, self.num_ranks),
-            *self._violated[key],
-            *one_node_rules(replace(config, launch=self._launch)),
+            *problems,
+            *one_node_rules(replace(found, launch=self._launch)),
         ]
 
     def _words(self, parallel: ParallelConfig) -> str:

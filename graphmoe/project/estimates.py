@@ -47,6 +47,7 @@ class Like(NamedTuple):
     micro_batch_size: int
     fp8: Fp8Recipe
     dispatcher: str
+    overlap: bool
 
 
 class ShortPipeline(NamedTuple):
@@ -117,7 +118,7 @@ class Estimates:
         like, kind = self._like(candidate), candidate.kind
         layout = replace(candidate.layout, embed_on=pipeline.embed_on)
         communication = communication_bytes(replace(self._sizes[like][1], layout=layout))
-        has_pool = self.config.graph.scope != "none"
+        has_pool = candidate.config.graph.scope != "none"
         needs = []
         for place in pipeline.places:
             kept = [self._stage(like, kind, pieces).activations for pieces in place.stages]
@@ -169,7 +170,8 @@ class Estimates:
 
     def _like(self, candidate: Candidate) -> Like:
         config, layout = candidate.config, replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
-        like = Like(layout, config.train.micro_batch_size, config.precision.fp8, config.moe.dispatcher)
+        own = config.precision.fp8, config.moe.dispatcher, config.pipeline.ep_overlap
+        like = Like(layout, config.train.micro_batch_size, *own)
         if like not in self._sizes:
             sizes = Sizes.from_config(config, candidate.layout, on_nvidia=self.on_nvidia)
             self._sizes[like] = config, sizes

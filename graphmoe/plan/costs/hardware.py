@@ -5,6 +5,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from graphmoe.config.formats import Gpu
 from graphmoe.config.schema import ConfigError
 
 GPUS_PER_NODE = 8
@@ -28,6 +29,12 @@ class Card:
     def fp8_tflops(self) -> float:
         """Peak fp8 TFLOP/s without sparsity: twice bf16 in the data sheets of all GPUs here."""
         return 2 * self.tflops
+
+    @property
+    def gpu(self) -> Gpu:
+        if self.is_nvidia:
+            return Gpu(major=10 if self.name == "B200" else 9, cuda=(12, 9))
+        return Gpu("gfx950" if self.name == "MI355X" else "gfx942")
 
     @property
     def is_nvidia(self) -> bool:

@@ -23,6 +23,7 @@ from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import Plan, plan_of
+from graphmoe.plan.rules.auto import presumed
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",
@@ -50,7 +51,8 @@ def show(cfg: RunConfig) -> None:
 
 
 def with_some_batch(cfg: RunConfig) -> RunConfig:
-    """Return the configuration with a global batch that fits its ranks; the figures do not depend on it."""
+    """Return the configuration with batches that fit its ranks; the figures do not depend on them."""
+    cfg = presumed(cfg)
     counts = [count for count in (cfg.launch.nproc, cfg.launch.nodes) if type(count) is int]
     with suppress(ConfigError, ZeroDivisionError):  # the rules of a run refuse these
         layout = Layout.of(cfg.parallel, math.prod(counts))

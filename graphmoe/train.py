@@ -59,7 +59,7 @@ from graphmoe.runtime.host.signals import (
 )
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.launch.nodes import Nodes, find_nodes, num_pods, started_by
-from graphmoe.worker import LOGS, raise_if_stopped, set_environment_of, train_rank
+from graphmoe.worker import LOGS, raise_if_stopped, set_environment_of, train_rank, with_decided_keys
 
 if TYPE_CHECKING:
     from graphmoe.run.folder import RunFolder
@@ -139,16 +139,17 @@ def train(config: RunConfig) -> float | None:
     from graphmoe.run.folder import next_folder
 
     if config.launch.fake_world is not None:
-        _dry_run(config)
+        _dry_run(with_decided_keys(config))
         return None
     if config.train.epochs is not None:
         from graphmoe.training.start_checks import with_epochs
 
         start_logging(None, "launch", on_console=True)
         config = with_epochs(config)
-    if config.launch.write_only:
+    if config.launch.write_only:  # its workers decide automatic keys, on their machine
         _write_only(config)
         return None
+    config = with_decided_keys(config, Path(HydraConfig.get().runtime.output_dir))
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from

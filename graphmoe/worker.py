@@ -170,12 +170,22 @@ def _agree(config: RunConfig, base: Path, ranks: Ranks) -> tuple[RunConfig, Path
     mine: list[RunFolder] = []
 
     def take() -> tuple[RunConfig, Path]:
-        adapted = _adapted(config, ranks)
+        adapted = with_decided_keys(_adapted(config, ranks), base)
         mine.append(claim(base, to_plain(adapted), resume=adapted.checkpoint.resume))
         return adapted, mine[0].path
 
     agreed, folder = ranks.on_first(take)
     return agreed, folder, mine[0] if mine else None
+
+
+def with_decided_keys(config: RunConfig, base: Path | None = None) -> RunConfig:
+    """Return the configuration with automatic keys decided; a run that continues another keeps that one's."""
+    from graphmoe.plan.rules.auto import undecided
+    from graphmoe.run.folder import earlier_values
+    from graphmoe.training.auto import decided
+
+    keys = undecided(config)
+    return decided(config, earlier=earlier_values(base, to_plain(config), keys) if base and keys else None)
 
 
 def _adapted(config: RunConfig, ranks: Ranks) -> RunConfig:

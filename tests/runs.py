@@ -33,6 +33,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.plan.plan import plan_of
 from graphmoe.run.metrics_file import BESIDE_STEPS
 from graphmoe.runtime.host.logs import Progress
+from graphmoe.training.auto import decided
 from graphmoe.training.setup import build_trainer
 from tests.forked import FORKS
 
@@ -77,6 +78,11 @@ def config(*overrides):
 
 @functools.cache
 def _composed(overrides):
+    return decided(undecided_config(*overrides))
+
+
+def undecided_config(*overrides):
+    """The configuration with its automatic keys."""
     return to_config(OmegaConf.from_dotlist([*TINY, *overrides]))
 
 

@@ -27,6 +27,7 @@ from graphmoe.model.sizes import flops_per_token
 from graphmoe.run.files import CAPTURE_FILE, METRICS_FILE, PROFILE_FOLDER, SUMMARY_FILE, trace_file
 from graphmoe.runtime.host.signals import end_with_parent
 from graphmoe.trace.events import Trace, read_trace
+from graphmoe.training.auto import decided
 
 log = logging.getLogger(__name__)
 UNREAD = (
@@ -131,7 +132,7 @@ def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary:
 
 def compose_config(*words: str) -> RunConfig:
     try:
-        return to_config(composed(words))
+        return decided(to_config(composed(words)))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"overrides: {explain(error, words)}") from error
 

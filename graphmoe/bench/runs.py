@@ -21,7 +21,6 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.rules import resolve
 from graphmoe.project.document import MEMORY_ERROR, projected
 from graphmoe.run.machine import device_name, git_commit, memory_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
@@ -33,7 +32,8 @@ TINY = ("model=tiny", "model.num_layers=2", *DATA)
 LITE = ("model=deepseek_v2_lite", "model.num_layers=6", *DATA)
 WHOLE = ("model=deepseek_v2_lite", *DATA, "data.seq_len=4096", "precision.compute=bf16")
 QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4", *DATA)
-LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16"), ("data.seq_len=32",)
+PLAIN = ("graph.scope=none", "pipeline.ep_overlap=false")
+LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16", *PLAIN), ("data.seq_len=32",)
 MEMORY = (
     "Memory: most in torch's allocator at a time, of the worst rank; GPU GiB: all at the end, with graphs."
 )
@@ -74,10 +74,11 @@ FULL_RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "lite_stage3_partial": (2, 1, (*LITE, *LONG, "moe.sync_free_stage=3", "graph.scope=partial")),
     "qwen_mbs2": (2, 1, (*QWEN, *LONG)),
     "qwen_mbs4_recompute_all": (4, 1, (*QWEN, *LONG, "recompute.all=true", "graph.scope=full_iteration")),
-    "small_none": (4, 1, ("model=tiny", *DATA, "data.seq_len=256", "precision.compute=bf16")),
+    "small_none": (4, 1, ("model=tiny", *DATA, "data.seq_len=256", "precision.compute=bf16", *PLAIN)),
 }
 """Micro-batch size, micro-batches of a step for each rank along dp, and overrides of each run."""
-TINY_RUNS = {"plain": (1, 1, (*TINY, *SHORT)), "recompute": (1, 1, (*TINY, *SHORT, "recompute.all=true"))}
+SMALL = (*TINY, *SHORT, *PLAIN)
+TINY_RUNS = {"plain": (1, 1, SMALL), "recompute": (1, 1, (*SMALL, "recompute.all=true"))}
 
 
 def step_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[RunCase]:
@@ -93,7 +94,7 @@ def step_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[Run
     cases = []
     for (size, seq_len), (scope, again) in itertools.product(shapes, wanted):
         shape = f"mbs{size}_s{seq_len}"
-        defaults = (*(LITE if full else TINY), f"train.global_batch_size={size * ranks}")
+        defaults = (*(LITE if full else TINY), *PLAIN[1:], f"train.global_batch_size={size * ranks}")
         fixed = [f"graph.scope={scope}", f"train.micro_batch_size={size}", f"data.seq_len={seq_len}"]
         row = {"case": shape, "scope": scope, "again": bool(again)}
         name = f"{shape}/{scope.strip('[]').replace(',', '+')}{again}"
@@ -230,7 +231,7 @@ def fits(config: RunConfig | ConfigError, ranks: int, memory: float) -> bool:
     """Return False if a projection says that a rank needs more than 95% of ``memory`` bytes."""
     if isinstance(config, ConfigError) or memory == math.inf:
         return True
-    plan = plan_of(resolve(config), ranks).with_its_transport()
+    plan = plan_of(config, ranks).with_its_transport()
     places = memory_of_places(plan, on_nvidia=torch.version.hip is None)
     return max(place.total for place in places) <= (1 - MEMORY_ERROR) * memory
 
@@ -320,7 +321,7 @@ def projected_run(
     """Project a run: return memory by pipeline position, and the step's times. *Raises* ConfigError."""
     if config.precision.compute is ComputeDtype.auto:
         config = replace(config, precision=replace(config.precision, compute=ComputeDtype.bf16))
-    return projected(plan_of(resolve(config), num_ranks), card, rates)
+    return projected(plan_of(config, num_ranks), card, rates)
 
 
 def errors_of(places: Sequence[PlaceMemory], step: Row, measured: Row) -> Row:

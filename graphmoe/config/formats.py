@@ -4,7 +4,7 @@ import enum
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Fp8Recipe = enum.StrEnum("Fp8Recipe", ("none", "rowwise", "tensorwise", "blockwise", "mxfp8"))
+Fp8Recipe = enum.StrEnum("Fp8Recipe", ("none", "auto", "rowwise", "tensorwise", "blockwise", "mxfp8"))
 
 
 class Gpu(NamedTuple):
@@ -70,3 +70,8 @@ FORMATS = {
         scale_bytes=1,
     ),
 }
+
+
+def automatic_format(gpu: Gpu) -> str | None:
+    """Return the format of ``precision.fp8=auto`` on a GPU: the finest blocks that it has, else rows."""
+    return next((name for name in ("mxfp8", "rowwise") if FORMATS[name].runs_on(gpu)), None)

@@ -33,6 +33,7 @@ from graphmoe.config.formats import Fp8Recipe as Fp8Recipe
 from graphmoe.config.ranges import (
     BELOW_ONE,
     FP32,
+    INT32,
     MANY_RANKS,
     NOT_NEGATIVE,
     PATH,
@@ -156,8 +157,8 @@ class TrainConfig:
     """Passes over the training data, > 0; sets the steps."""
     global_batch_size: Size = 16
     """Sequences per optimizer step, a multiple of micro_batch_size."""
-    micro_batch_size: Size = 4
-    """Sequences per forward and backward, > 0."""
+    micro_batch_size: Annotated[Any, INT32] = "auto"
+    """Sequences per forward and backward, > 0; auto: the most that fit a GPU, 4 on a CPU, docs/tuning.md."""
     seed: int = 0
     """Seed of initial weights and all random numbers."""
     clip_grad_norm: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
@@ -179,7 +180,8 @@ class PrecisionConfig:
     compute: ComputeDtype = ComputeDtype.auto
     """Weights and activations: bf16, fp32, or auto (bf16 on GPU)."""
     fp8: Fp8Recipe = Fp8Recipe.none
-    """fp8 GEMM scaling, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32)."""
+    """fp8 GEMM scaling, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32), or auto
+    (by the GPU; needs fp8_measure)."""
     fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
     """GEMMs in fp8: experts, attn, mlp, shared_experts."""
     fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
@@ -300,6 +302,8 @@ class RunSection:
     """Run name; the folder is outputs/<name>."""
     device: DeviceChoice = DeviceChoice.auto
     """cuda (ROCm too), cpu, or auto."""
+    auto: list[str] = field(default_factory=list)
+    """Written by a run: values that it chose for automatic keys, and why."""
 
 
 @dataclass

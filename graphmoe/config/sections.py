@@ -176,7 +176,8 @@ class MoEConfig:
     package.module:NAME."""
     dispatcher: Annotated[str, DISPATCHERS] = "auto"
     """Token dispatch: local, alltoall (torch.distributed), symm (peer memory of a node), nvshmem, deepep,
-    turbo (Primus-Turbo), auto (alltoall, or local without parallel.ep or etp), or package.module:NAME."""
+    turbo (Primus-Turbo), auto (symm if GPUs of one node can, else alltoall, docs/parallel.md), or
+    package.module:NAME."""
     transport: Transport = Transport.auto
     """symm transport: pull (kernels), copy_engine (block copies), or auto (copy_engine with
     pipeline.ep_overlap=true on NVIDIA GPUs)."""
@@ -201,8 +202,9 @@ class MoEConfig:
 class GraphConfig:
     """CUDA and HIP graph capture, docs/compile.md."""
 
-    scope: Any = "none"
-    """Captured segments: none, partial, moe, layer, full_iteration, or a list of segments."""
+    scope: Any = "auto"
+    """Captured segments: none, partial, moe, layer, full_iteration, a list of segments, or auto (on a GPU the
+    first of full_iteration, partial and none that the run allows)."""
     warmup_steps: Count = 3
     """Uncaptured steps before capture, > 0."""
 
@@ -236,9 +238,9 @@ class PipelineConfig:
     """Layers per stage, such as "Et|(tt|)*6L"; null: balanced."""
     costs: list[str] = field(default_factory=list)
     """Milliseconds per micro-batch part, such as [moe:6.7,loss:9.3], to balance stages; []: modelled."""
-    ep_overlap: bool = False
-    """Overlap communication with compute: interleave one micro-batch's backward with the next one's
-    forward."""
+    ep_overlap: Any = "auto"
+    """Overlap communication with compute: interleave one micro-batch's backward with the next one's forward;
+    true, false or auto (with symm on GPUs and no pipeline)."""
 
 
 @dataclass

@@ -35,12 +35,15 @@ def recipes_of(device: torch.device) -> tuple[str, ...]:
     """Return the fp8 recipes (precision.fp8) that a device supports; a CPU emulates all."""
     if device.type != "cuda":
         return tuple(FORMATS)
-    if torch.version.hip:
-        gpu = Gpu(gfx=torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
-    else:
-        cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
-        gpu = Gpu(major=torch.cuda.get_device_capability(device)[0], cuda=cuda)
+    gpu = gpu_of(device)
     return tuple(name for name, each in FORMATS.items() if each.runs_on(gpu))
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    if torch.version.hip:
+        return Gpu(gfx=torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    return Gpu(major=torch.cuda.get_device_capability(device)[0], cuda=cuda)
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:

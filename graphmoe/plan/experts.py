@@ -20,7 +20,6 @@ from graphmoe.config.schema import (
     Fp8Recipe,
     ModelConfig,
     MoEConfig,
-    ParallelConfig,
     PassesConfig,
     RunConfig,
     Transport,
@@ -93,13 +92,6 @@ def has_experts(model: ModelConfig) -> bool:
     return model.mtp_depth > 0 or model.num_layers > model.num_dense_layers
 
 
-def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> str:
-    if moe.dispatcher != "auto":
-        return moe.dispatcher
-    alone = parallel.ep * parallel.etp == 1
-    return "local" if alone else "alltoall"
-
-
 def runs_pass(passes: PassesConfig, name: str) -> bool:
     return (passes.enabled is None or name in passes.enabled) and name not in passes.disabled
 
@@ -133,7 +125,7 @@ class ExpertPlan:
 
 
 def experts_of(config: RunConfig) -> ExpertPlan:
-    moe, dispatcher = config.moe, dispatcher_of(config.moe, config.parallel)
+    moe, dispatcher = config.moe, config.moe.dispatcher
     fused = config.compile.enabled and runs_pass(config.passes, "fuse_experts")
     in_fp8 = config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
     vendor = moe.experts if in_fp8 and moe.experts == "turbo" else None
@@ -201,7 +193,7 @@ def _why_no_replicas(config: RunConfig, dispatcher: str, vendor: str | None) -> 
 
 def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
     """Return the transport (copy engines or kernels) of dispatcher symm, never auto; None for others."""
-    if dispatcher_of(config.moe, config.parallel) != "symm":
+    if config.moe.dispatcher != "symm":
         return None
     if config.moe.transport is not Transport.auto:
         return config.moe.transport

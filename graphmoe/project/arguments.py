@@ -17,6 +17,7 @@ from graphmoe.config.choices import OutputFormat
 from graphmoe.config.schema import ComputeDtype, ConfigError, LaunchConfig, RunConfig, TrainConfig
 from graphmoe.plan.costs.hardware import Card, card_of
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.rules.auto import assumed_size
 
 Assumptions = enum.StrEnum("Assumptions", ("exact", "published"))
 
@@ -149,7 +150,7 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
         with contextlib.suppress(ConfigError, ZeroDivisionError):  # the rules of a run refuse these
             layout = Layout.of(config.parallel, args.num_ranks)
             count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
-            config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
+            config.train.global_batch_size = assumed_size(config) * layout.dp * count
     return config
 
 
@@ -187,7 +188,7 @@ def to_change(command: str, card_gb: float) -> str:
 def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig:
     config.launch.nproc = config.launch.nodes = "auto"
     if is_open:
-        config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
+        config.train.global_batch_size = 4 * args.num_ranks * assumed_size(config)
     # other dispatchers need ranks that share experts
     if config.moe.dispatcher not in ("auto", "local", "alltoall") and config.parallel.ep == 1:
         ep = math.gcd(config.model.num_experts, args.per_node)

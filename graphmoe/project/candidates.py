@@ -1,13 +1,13 @@
 """Candidates of a search: layouts of a number of ranks, schedules, and kinds of recompute."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from graphmoe.config.ranges import number_of
+from graphmoe.config.ranges import number_of, spelled
 from graphmoe.config.schema import (
-    Balance,
     ConfigError,
     ContextMethod,
     Fp8Recipe,
@@ -18,28 +18,22 @@ from graphmoe.config.schema import (
     RecomputeConfig,
     RunConfig,
 )
-from graphmoe.plan.experts import dispatcher_facts, dispatcher_of, experts_of, has_experts
+from graphmoe.plan.experts import has_experts
 from graphmoe.plan.layout import Layout, divisors
+from graphmoe.plan.pipeline.plan import num_micro_batches
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules import violations
+from graphmoe.plan.rules.auto import AUTO, DISPATCHER, OVERLAP, SCOPE, undecided, value_of, with_values
 from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
-from graphmoe.segments import FULL_ITERATION, lowest_stage
+from graphmoe.segments import lowest_stage
+from graphmoe.training.auto import decisions, machine_of, overlap_gains
 
 MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (2, 3, 4, 6)
 PARTS = 4  # a good candidate's recompute is tried in the first quarter, half and three quarters of its layers
-DISPATCHER, SCOPE, OVERLAP = "moe.dispatcher", "graph.scope", "pipeline.ep_overlap"
-
-
-class Mode(NamedTuple):
-    """How a candidate exchanges tokens and launches its step."""
-
-    dispatcher: str
-    scope: str
-    overlap: bool
 
 
 @dataclass(frozen=True)
@@ -55,17 +49,16 @@ class Candidates:
 
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
         self.num_ranks, self.fixed = args.num_ranks, fixed
-        free = replace(config, moe=replace(config.moe, balance=Balance.auto))
-        is_fixed = "moe.balance" in fixed or experts_of(free).balance is not config.moe.balance
-        self.config = config = config if is_fixed else free
+        if config.moe.dispatcher in ("local", "alltoall") and DISPATCHER not in fixed:
+            config = with_values(config, {DISPATCHER: AUTO})
+        self.config, self._machine = config, machine_of(args.card, args.num_ranks)._replace(memory=math.inf)
         self._per_node, nodes = args.per_node, args.num_ranks // args.per_node
-        self._on_nvidia = args.card.is_nvidia
         self._launch = replace(config.launch, nproc=self._per_node, nodes=nodes)
         self.kinds = self._kinds()
         self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
-        self._violated: dict[tuple[object, ...], list[str]] = {}
+        self._known: dict[tuple[object, ...], tuple[dict[str, Any], list[str]]] = {}
         recipes = [Fp8Recipe.none, Fp8Recipe.rowwise] if args.try_fp8 else [config.precision.fp8]
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
@@ -85,54 +78,24 @@ class Candidates:
                 changed = precision.fp8 is not self.config.precision.fp8
                 in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
                 ways = []
-                for mode in self._modes(parallel, precision):
-                    made, words = self._in_mode(replace(of_layout, precision=precision), mode)
-                    made = replace(made, moe=replace(made.moe, balance=experts_of(made).balance))
-                    found = Candidate(_joined(self._words(parallel), words, in_fp8), made, layout)
-                    ways.append((found, self._problems(made, layout)))
+                for name in self._dispatchers(parallel, precision):
+                    made = with_values(replace(of_layout, precision=precision), {DISPATCHER: name})
+                    made, words, problems = self._decided(made, layout)
+                    own = f"{DISPATCHER}={name}" * (name != self.config.moe.dispatcher)
+                    found = Candidate(_joined(self._words(parallel), own, words, in_fp8), made, layout)
+                    ways.append((found, problems))
                 yield ways
         if not count:
             raise ConfigError(
                 f"no layout fits parallel.* on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
             )
 
-    def _modes(self, parallel: ParallelConfig, precision: PrecisionConfig) -> list[Mode]:
-        moe, ranks = self.config.moe, parallel.ep * parallel.etp
-        chosen = moe.dispatcher not in ("local", "alltoall") or DISPATCHER in self.fixed
-        name = dispatcher_of(moe if chosen else replace(moe, dispatcher="auto"), parallel)
-        if chosen or name == "local" or ranks > self._per_node or not has_experts(self.config.model):
-            names = [name]
-        else:  # fp8 rows need kernels that read peers
-            in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
-            names = ["symm"] if in_fp8 else ["symm", name]
-        return [self._mode(name, parallel.pp) for name in names]
-
-    def _mode(self, dispatcher: str, pp: int) -> Mode:
-        facts = dispatcher_facts(dispatcher)
-        captures = dispatcher == "local" or facts.sync_free_stage >= lowest_stage(FULL_ITERATION)
-        # pairs lengthen a pipeline: `variants` tries them for the best only
-        return Mode(dispatcher, FULL_ITERATION if captures else "none", pp == 1 and self._gains(dispatcher))
-
-    def _gains(self, dispatcher: str) -> bool:
-        """Return whether overlap saves time: kernels that send rows take SMs from the GEMMs beside them."""
-        return dispatcher == "symm" and self._on_nvidia
-
-    def _in_mode(self, config: RunConfig, mode: Mode) -> tuple[RunConfig, str]:
-        """Return the configuration in a mode, and its overrides; fixed keys stay."""
-        own = {DISPATCHER: mode.dispatcher, SCOPE: mode.scope, OVERLAP: mode.overlap}
-        given = {DISPATCHER: config.moe.dispatcher, SCOPE: config.graph.scope}
-        given[OVERLAP] = config.pipeline.ep_overlap
-        values: dict[str, Any] = {key: given[key] if key in self.fixed else own[key] for key in own}
-        changed = {key: value for key, value in values.items() if value != given[key]}
-        if mode.dispatcher == dispatcher_of(replace(config.moe, dispatcher="auto"), config.parallel):
-            changed.pop(DISPATCHER, None)
-        words = [f"{key}={str(value).lower()}" for key, value in changed.items()]
-        moe = replace(config.moe, dispatcher=values[DISPATCHER])
-        if "moe.sync_free_stage" not in self.fixed and has_experts(config.model):
-            moe = replace(moe, sync_free_stage=lowest_stage(values[SCOPE]))
-        graph = replace(config.graph, scope=values[SCOPE])
-        pipeline = replace(config.pipeline, ep_overlap=values[OVERLAP])
-        return replace(config, moe=moe, graph=graph, pipeline=pipeline), " ".join(words)
+    def _dispatchers(self, parallel: ParallelConfig, precision: PrecisionConfig) -> list[str]:
+        given, ranks = self.config.moe.dispatcher, parallel.ep * parallel.etp
+        known = given != AUTO or ranks == 1 or ranks > self._per_node or not has_experts(self.config.model)
+        in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
+        # fp8 rows need kernels that read peers, which auto takes
+        return [given] if known or in_fp8 else [given, "alltoall"]
 
     def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
         for name, virtual_stages in self._schedules(candidate.layout.pp, candidate.config.pipeline):
@@ -149,6 +112,8 @@ class Candidates:
                 return
             words = "" if MICRO_BATCH in self.fixed else f"{MICRO_BATCH}={size}"
             config = replace(candidate.config, train=train)
+            if self.config.pipeline.ep_overlap == AUTO and num_micro_batches(config, candidate.layout) < 2:
+                config = with_values(config, {OVERLAP: False})
             yield replace(candidate, words=_joined(candidate.words, words), config=config)
 
     def recomputing(self, candidate: Candidate, kind: str) -> Candidate:
@@ -157,20 +122,27 @@ class Candidates:
 
     def variants(self, candidate: Candidate) -> Iterator[list[Candidate]]:
         """Yield lists of changes to a good candidate, of which the first that fits is wanted."""
-        config, pp = candidate.config, candidate.layout.pp
-        dispatcher, pipeline = config.moe.dispatcher, config.pipeline
-        pairs = pp > 1 and self._gains(dispatcher) and schedule_of(pipeline.schedule).build_overlapped
-        if pairs and not pipeline.ep_overlap and OVERLAP not in self.fixed:
-            yield [self._with(candidate, Mode(dispatcher, FULL_ITERATION, overlap=True))]
-        if config.graph.scope == "none" and SCOPE not in self.fixed:
-            yield [self._with(candidate, Mode(dispatcher, "partial", overlap=False))]
+        config, pipeline = candidate.config, candidate.config.pipeline
+        is_free = self.config.pipeline.ep_overlap == AUTO and not pipeline.ep_overlap
+        pairs = candidate.layout.pp > 1 and schedule_of(pipeline.schedule).build_overlapped
+        if is_free and pairs and overlap_gains(config.moe.dispatcher, self._machine.gpu):
+            yield [self._with(candidate, OVERLAP, True)]
+        if config.graph.scope == "none" and self.config.graph.scope == AUTO:
+            yield [self._with(candidate, SCOPE, "partial")]
         if candidate.kind and config.recompute != RecomputeConfig():
             layers = len_of_parts(config.model) - 2
             yield [self._of_layers(candidate, layers * part // PARTS) for part in range(1, PARTS)]
 
-    def _with(self, candidate: Candidate, mode: Mode) -> Candidate:
-        config, words = self._in_mode(candidate.config, mode)
-        return replace(candidate, config=config, words=_joined(candidate.words, words))
+    def _with(self, candidate: Candidate, key: str, value: str | bool) -> Candidate:
+        config = with_values(candidate.config, {key: value})
+        config = with_values(config, self._stage(config))
+        words = [word for word in candidate.words.split() if not word.startswith(f"{key}=")]
+        return replace(candidate, config=config, words=_joined(*words, f"{key}={spelled(value)}"))
+
+    def _stage(self, config: RunConfig) -> dict[str, Any]:
+        if self.config.moe.sync_free_stage != AUTO or not has_experts(config.model):
+            return {}
+        return {"moe.sync_free_stage": lowest_stage(config.graph.scope)}
 
     def _of_layers(self, candidate: Candidate, count: int) -> Candidate:
         wanted, first = candidate.config.recompute, [*range(count)]
@@ -190,7 +162,7 @@ class Candidates:
             return
         # a schedule that always has pairs (dualpipe_v) is another's overlapped table
         names = [n for n, s in SCHEDULES.items() if not s.keeps_all and s.build is not s.build_overlapped]
-        if pipeline.ep_overlap:
+        if pipeline.ep_overlap is True:
             names = [name for name in names if SCHEDULES[name].build_overlapped]
         if "pipeline.schedule" in self.fixed:
             names = [pipeline.schedule]
@@ -263,16 +235,25 @@ class Candidates:
         auto = context_method(replace(parallel, cp_method=ContextMethod.auto), self.config.model)
         return list(dict.fromkeys([auto, ContextMethod.ring])) if parallel.cp > 1 else [auto]
 
-    def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
+    def _decided(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, str, list[str]]:
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
-        key = like, config.precision.fp8, config.moe.dispatcher, str(config.graph.scope)
-        if key not in self._violated:
-            self._violated[key] = violations(replace(config, recompute=RecomputeConfig()))
-        return [
+        key = like, config.precision.fp8, config.moe.dispatcher, num_micro_batches(config, layout) > 1
+        if key not in self._known:
+            found = decisions(replace(config, recompute=RecomputeConfig()), self._machine)[0]
+            if layout.pp > 1 and config.graph.scope == AUTO and found.graph.scope == "partial":
+                # graphs of micro-batches in flight are large; `variants` tries them
+                found = with_values(found, {SCOPE: "none"})
+                found = with_values(found, self._stage(found))
+            self._known[key] = {key: value_of(found, key) for key in undecided(config)}, violations(found)
+        values, problems = self._known[key]
+        found = with_values(config, values)
+        uncaptured = config.graph.scope == AUTO and found.graph.scope == "none"
+        problems = [
             *rank_batch_rules(config.train, layout, self.num_ranks),
-            *self._violated[key],
-            *one_node_rules(replace(config, launch=self._launch)),
+            *problems,
+            *one_node_rules(replace(found, launch=self._launch)),
         ]
+        return found, f"{SCOPE}=none" * uncaptured, problems
 
     def _words(self, parallel: ParallelConfig) -> str:
         values = {name: getattr(parallel, name) for name in ("pp", "ep", "tp", "cp")}

@@ -16,7 +16,8 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
-from graphmoe.training.memory import PlaceMemory, memory_of_places
+from graphmoe.training.auto import decided, machine_of
+from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, memory_of_places
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
@@ -24,8 +25,6 @@ NOT_COUNTED = (
     "workspaces of matrix products and attention",
     f"{FLUSH_BYTES // 2**20} MiB that moe.experts=auto clears while it times kernels, before the first step",
 )
-MEMORY_ERROR = 0.05
-"""Share of a peak by which a projection may be wrong; the bench suite projection calls more a miss."""
 BF16 = 2
 NEAR = "near the limit"
 
@@ -56,9 +55,12 @@ def projected(
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     """Estimate memory (decimal GB), time and FLOPs of a resolved configuration. *Raises* ConfigError.
 
-    Ranks at one position along pp are alike. FLOPs are the model's: no recompute, causal attention halved.
+    Automatic keys are decided for the cards. Ranks at one position along pp are alike. FLOPs are the model's:
+    no recompute, causal attention halved.
     """
-    card, plan = args.card, short_plan(config, args.num_ranks)
+    card = args.card
+    config = decided(config, machine_of(card, args.num_ranks))
+    plan = short_plan(config, args.num_ranks)
     layout, pipeline, micro_batches = plan.layout, plan.pipeline, plan.num_micro_batches
     virtual_stages = len(plan.stages) // layout.pp
     is_published = args.assumptions is Assumptions.published
@@ -74,6 +76,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     tokens = config.train.global_batch_size * config.data.seq_len
     return {
         **given(config, args, config.precision),
+        "auto": config.run.auto,
         "assumptions": args.assumptions.value,
         "layout": {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")},
         "micro_batch_size": config.train.micro_batch_size,

@@ -12,6 +12,7 @@ from graphmoe.config.schema import ConfigError, Fp8Recipe, RunConfig
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of
 from graphmoe.plan.costs.sizes import refuse_unknown
+from graphmoe.plan.rules.auto import presumed
 from graphmoe.plan.rules.run import recompute_rules
 from graphmoe.project.arguments import ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Candidate, Candidates, without_advice
@@ -52,10 +53,10 @@ def search(
     no margin, the fastest that leaves one; if none fits, the smallest. ``report`` receives progress in words,
     ``show`` a line for each layout with a margin that is `FASTER` than the last. *Raises* ConfigError.
     """
-    refuse_unknown(config)
-    fixed = fixed_keys([word for word in words if word != "moe.balance=auto"])
+    plain, fixed = presumed(config), fixed_keys([word for word in words if not word.endswith("=auto")])
+    refuse_unknown(plain)
     tried, card = Candidates(config, args, fixed), args.card
-    estimates = Estimates(config, tried.kinds, Speeds(card, rates_of(card, args.rates), adding=1.0))
+    estimates = Estimates(plain, tried.kinds, Speeds(card, rates_of(card, args.rates), adding=1.0))
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
     shown = 0.0
@@ -95,7 +96,7 @@ def search(
     with_margin = [line for line in lines if line["fits_with_margin"]]
     best_of_shapes: dict[object, dict[str, Any]] = {}
     for line in with_margin:  # fastest first
-        shape = (*line["layout"].values(), line["fp8"], "moe.dispatcher" in line["words"])
+        shape = (*line["layout"].values(), line["fp8"])
         best_of_shapes.setdefault(shape, line)
     recommended = next(iter([*with_margin, *lines]), None)
     without_fp8 = next((line for line in with_margin if line["fp8"] == "none"), None)

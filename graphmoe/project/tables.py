@@ -203,8 +203,7 @@ def cells(line: dict[str, Any]) -> list[str]:
     axes = {axis: line["layout"][axis] for axis in ("pp", "tp", "cp", "ep", "etp")}
     cuts = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
     cuts += ["ring"] * ("parallel.cp_method=ring" in line["words"])
-    in_fp8 = line["fp8"] != "none"
-    cuts += ["fp8"] * in_fp8 or ["symm"] * ("moe.dispatcher=symm" in line["words"])
+    cuts += ["fp8"] * (line["fp8"] != "none")
     pipeline = line["pipeline"]
     return [
         " ".join(cuts) or "dp",

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.config.masking import aligned, prints
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
-from graphmoe.config.untrusted import FileError, load_yaml, read_text
+from graphmoe.config.untrusted import FileError, load_yaml, read_text, read_yaml
+from graphmoe.plan.rules.auto import SIZE
 from graphmoe.run.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, display_path
 from graphmoe.run.metrics_file import json_object
+from graphmoe.run.stored import StoredRun, config_file
 from graphmoe.runtime.host.files import FileLock, replace_text
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ _FREE_KEYS = (
     *("host.env", "host.gc_interval", "host.kernarg_pool_mb", "host.manual_gc", "host.max_hw_queues"),
     *("host.numa", "host.nvlink_multicast"),
     *("launch.endpoint", "launch.gpus_per_job", "launch.hang_timeout_s", "launch.max_restarts"),
-    "launch.write_only",
+    *("launch.write_only", "run.auto"),
 )
 
 
@@ -102,6 +104,23 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
 
 def _usable(resume: bool) -> tuple[_State, ...]:
     return (_State.free, _State.unfinished) if resume else (_State.free,)
+
+
+def earlier_values(base: Path, config: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return values of undecided ``keys`` in the run that ``config`` continues; empty without one.
+
+    Of ``checkpoint.resume_from`` the size of micro-batches, else ``keys`` of the unfinished run that differs
+    in nothing else.
+    """
+    ours, checkpoint = _as_read(config), config["checkpoint"]
+    for path in itertools.takewhile(Path.exists, _numbered(base)) if checkpoint["resume"] else ():
+        theirs = _unfinished_config(path, ours)
+        if theirs is not None and {key for key, *_ in _differences(theirs, ours)} <= {*keys}:
+            places = {key: key.partition(".") for key in keys}
+            return {key: theirs[section].get(name) for key, (section, _, name) in places.items()}
+    source = config_file(Path(checkpoint["resume_from"])) if checkpoint["resume_from"] else None
+    size = read_yaml(source, StoredRun).train.micro_batch_size if source and SIZE in keys else None
+    return {SIZE: size} if size else {}
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:

@@ -49,10 +49,15 @@ class StoredCheckpoint(msgspec.Struct):
     other_tokenizer: bool = False
 
 
+class StoredTrain(msgspec.Struct):
+    micro_batch_size: int | None = None
+
+
 class StoredRun(msgspec.Struct):
     """Keys that are read from a stored run."""
 
     model: dict[str, Any]
+    train: StoredTrain = msgspec.field(default_factory=StoredTrain)
     precision: StoredPrecision = msgspec.field(default_factory=StoredPrecision)
     data: StoredData = msgspec.field(default_factory=StoredData)
     checkpoint: StoredCheckpoint = msgspec.field(default_factory=StoredCheckpoint)

@@ -68,9 +68,11 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     scope, optim = plan.graph.scope, plan.optim
     warmup = number_of(optim.warmup_steps, "step")
     rising = f"after {warmup} of warm-up" if optim.warmup_steps else "without warm-up"
+    chosen = {"auto": ", ".join(plan.run.auto)} if plan.run.auto else {}
     lines = {
         "model": f"{model.name}, {size}; {layers}; {experts}",
         "layout": f"{number_of(ranks, unit)} ({device}{cpu}){f': {axes}' if axes else ''}",
+        **chosen,
         "precision": compute_words(plan.precision.compute.value, plan.precision.fp8.value),
         "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
         "dispatcher": travel,

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 MEMORY_KINDS = (*STATE_KINDS, "activations", "buffers", "total")
 # buffers outside torch's allocator: communicators', and memory that ranks share
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
+MEMORY_ERROR = 0.05
+"""Share of a peak by which a projection may be wrong; the bench suite projection calls more a miss."""
 COMMUNICATOR_BYTES = 128 * 2**20  # assumed: buffers of NCCL and RCCL depend on topology and version
 CHANNEL_BYTES = 32 * 2**20  # assumed for a channel between two pipeline ranks
 # rows of an expert from which moe.experts=auto chose torch's wgrad, which returns bf16: measured on an H200

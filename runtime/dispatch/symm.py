@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.collectives import index_along
 from graphmoe.ops.symm import CollectivePeers
 from graphmoe.ops.symm.peers import Peers, Region, Side, Sizes
@@ -94,7 +95,13 @@ class SymmetricMemory:
         torch.cuda.synchronize()
         if self._captured:
             self._of_graphs.append((self._buffers, self._meet, self.addresses))
-        self._buffers, self._meet = symmetric_memory(num_bytes, self._group)
+        try:
+            self._buffers, self._meet = symmetric_memory(num_bytes, self._group)
+        except RuntimeError as error:  # of the driver, which a container may forbid to share
+            raise ConfigError(
+                f"moe.dispatcher=symm: GPUs cannot share {num_bytes / 2**20:.0f} MiB for {self._purpose} "
+                f"({str(error).partition(chr(10))[0]}); free memory, or use moe.dispatcher=alltoall"
+            ) from error
         self.addresses = torch.tensor(
             [buffer.data_ptr() for buffer in self._buffers], device=self._buffers[0].device
         )

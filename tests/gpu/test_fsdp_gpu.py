@@ -23,7 +23,7 @@ BASE = (
 WAYS = {
     "eager": ("compile.enabled=false",),
     "compiled": ("compile.enabled=true",),
-    "compiled, ep2": ("compile.enabled=true", "parallel.ep=2"),
+    "compiled, ep2": ("compile.enabled=true", "parallel.ep=2", "moe.dispatcher=alltoall"),
     "compiled, recomputed": ("compile.enabled=true", "recompute.all=true"),
 }
 PLAIN = ("eager", "compiled")

@@ -33,6 +33,7 @@ BASE = (
 )  # fmt: skip
 FULL, LAYER = "graph.scope=full_iteration", "graph.scope=layer"
 TP, EP, CP = ((COMPILED, f"parallel.{axis}=2") for axis in ("tp", "ep", "cp"))
+EP = (*EP, "moe.dispatcher=alltoall")
 RING = (*CP, "parallel.cp_method=ring")
 TWO = {
     "eager": (EAGER,),
@@ -62,7 +63,7 @@ COPIES, TURNS = (*SYMM, "moe.transport=copy_engine"), "pipeline.ep_overlap=true"
 REPLICAS = (*COMMON, "moe.dispatcher=symm", "moe.balance=replicas", "moe.transport=pull")
 REPLICAS_COPIED = (*REPLICAS[:-1], "moe.transport=copy_engine")
 OF_SYMM = {
-    "alltoall": COMMON,
+    "alltoall": (*COMMON, "moe.dispatcher=alltoall"),
     "symm": SYMM,
     "symm layer": (*SYMM, LAYER),
     "symm dispatch": (*SYMM, "graph.scope=[moe_dispatch]"),

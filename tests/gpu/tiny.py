@@ -5,6 +5,8 @@ import pytest
 GPU = (
     "run.device=cuda",
     "precision.compute=bf16",
+    "graph.scope=none",
+    "pipeline.ep_overlap=false",
     "model.vocab_size=512",
     "model.hidden_size=128",
     "model.dense_ffn_size=256",

@@ -35,7 +35,7 @@ def toy(monkeypatch):
 
 
 def test_each_format_has_facts_and_kernels():
-    assert ["none", *FORMATS] == [*Fp8Recipe] and [*KERNELS] == [*FORMATS]
+    assert ["none", "auto", *FORMATS] == [*Fp8Recipe] and [*KERNELS] == [*FORMATS]
     assert all(bool(FORMATS[name].why_no_experts) == (KERNELS[name].experts is None) for name in FORMATS)
 
 

@@ -57,7 +57,7 @@ def document(project):
     return document
 
 
-CHART = "model=moe_1t train.micro_batch_size=1 nodes=96"
+CHART = "model=moe_1t train.micro_batch_size=1 nodes=96 moe.dispatcher=alltoall graph.scope=none"
 SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
 
 
@@ -99,7 +99,7 @@ def test_tables_end_in_a_verdict(project):
         ("launch.nodes=2", 2, 16),
         ("launch.nproc=2 nodes=3", 3, 6),
         ("launch=node", 1, 8),
-        ("experiment=deepseek_v2_32_mi355x", 4, 32),
+        ("experiment=deepseek_v2_32_mi355x moe.dispatcher=alltoall", 4, 32),
     ],
 )
 def test_nodes_and_their_gpus_are_those_of_a_run(words, nodes, ranks, document):
@@ -259,6 +259,7 @@ def test_a_row_of_the_table_of_a_search_is_projected(row, document):
     words += " recompute.ops=[layernorm]" * ("norms again" in layout)
     words += " moe.dispatcher=symm" * ("symm" in layout)
     words += " graph.scope=full_iteration" * ("symm" in layout or "EP1" in layout)
+    words += " moe.dispatcher=local" * ("parallel.ep=1" in words.split())
     found = document(*shlex.split(words))
     near = "" if found["fits_with_margin"] else ", near the limit"
     assert f"{found['memory_gb']['total']:.1f}{near}" == memory

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphmoe.config.schema import ParallelConfig, RunConfig
+from graphmoe.config.schema import Balance, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.rates import PUBLISHED
 from graphmoe.plan.rules import resolve
@@ -48,6 +48,8 @@ def projected(card, nodes, model, layers, pp, ep, dispatcher, size, count, sched
     run.data.seq_len, run.train.micro_batch_size, run.moe.dispatcher = 4096, size, dispatcher
     run.train.global_batch_size = size * count * 8 * nodes // pp
     run.pipeline.schedule, run.pipeline.virtual_stages = schedule, virtual
+    run.graph.scope, run.pipeline.ep_overlap = "none", False
+    run.moe.balance, run.moe.sync_free_stage = Balance.none, 0
     # no run of this project sends rows by DeepEP to other nodes, so rules are not checked
     return project(resolve(completed(run, args)), args)
 

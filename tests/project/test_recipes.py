@@ -36,11 +36,16 @@ def test_a_recipe_fits_its_cards_with_a_margin_and_is_projected_to_what_it_says(
     assert found
     args = ProjectArgs(found[2], nodes=int(found[1]) // GPUS_PER_NODE)
     words = f"experiment={path.stem}"
-    launch = configured(words).launch
+    recipe = configured(words)
+    launch = recipe.launch
     assert (launch.nproc, 1 if launch.nodes == "auto" else launch.nodes) == (GPUS_PER_NODE, args.nodes)
+    said = re.search(r"^# Projected: (.*), from ", path.read_text(), flags=re.M)
+    if recipe.moe.dispatcher == "turbo":
+        assert recipe.moe.sync_free_stage == 1 and recipe.graph.scope == "none"
+    else:
+        assert recipe.pipeline.ep_overlap and recipe.graph.scope == "full_iteration"
     document = projected(args, words)
     assert document["fits_with_margin"] and document["left_gb"] >= 0.05 * args.card.memory_gb
-    said = re.search(r"^# Projected: (.*), from ", path.read_text(), flags=re.M)
     total, rate = document["memory_gb"]["total"], document["tokens_per_s_per_gpu"]
     shown = f"{total:.1f} GB of {args.card.memory_gb:.0f}, {rate:,.0f} tokens/s of each GPU"
     assert said and said[1] == shown

@@ -24,15 +24,16 @@ from graphmoe.project.document import MEMORY_ERROR, project
 from graphmoe.project.search import search
 from graphmoe.project.tables import listed, render_search, write_search
 from tests.plan.costs.test_activations import MODEL
-from tests.runs import config, text_of
+from tests.runs import text_of, undecided_config
 
 OPEN = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=32", "model.num_layers=6")
+OPEN += ("graph.scope=none", "pipeline.ep_overlap=false")
 SMALL = {"memory_gb": 0.78}
 """Card on which some candidates for the model of these tests fit, and some do not."""
 
 
 def configured(*words: str) -> RunConfig:
-    return config(*MODEL, *OPEN, *words)
+    return undecided_config(*MODEL, *OPEN, *words)
 
 
 def searched(args: ProjectArgs, *words: str, of_file: tuple[str, ...] | None = None, **named: Any):
@@ -92,23 +93,40 @@ def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
     assert rates and all(1.1 * one <= other * 1.001 for one, other in itertools.pairwise(rates))
 
 
+AUTOMATIC = ("graph.scope=auto", "pipeline.ep_overlap=auto")
+
+
 def test_a_search_varies_dispatcher_scope_overlap_and_layers_to_recompute(monkeypatch):
-    words = ("parallel.tp=1", "parallel.cp=1", "compile.enabled=true", "train.micro_batch_size=1")
+    words = ("parallel.tp=1", "parallel.cp=1", "compile.enabled=true", "train.micro_batch_size=1", *AUTOMATIC)
     found = on_card(SMALL["memory_gb"], monkeypatch, *words)
     of_words = [line["words"] for line in [*found["best"], *found["others_that_fit"]]]
-    fastest = "moe.dispatcher=symm graph.scope=full_iteration pipeline.ep_overlap=true"
     shared = [each for each in of_words if "parallel.pp=1 parallel.ep=8" in each]
-    assert shared and all(fastest in each for each in shared)
-    assert all("graph.scope=full_iteration" in each for each in of_words if "parallel.ep=1 " in each)
+    chosen = ("moe.dispatcher", "graph.scope", "pipeline.ep_overlap")  # a run chooses the fastest by itself
+    assert shared and not any(key in each for each in shared for key in chosen)
     assert not any("ep_overlap" in each for each in found["others_that_fit"] if "pp=1 " not in each["words"])
     for fixed, missing in (("moe.dispatcher=alltoall", "symm"), ("graph.scope=none", "full_iteration")):
-        of_fixed = on_card(SMALL["memory_gb"], monkeypatch, *words, "parallel.ep=8", fixed)
+        of_fixed = on_card(SMALL["memory_gb"], monkeypatch, *words[:-2], "parallel.ep=8", fixed)
         assert of_fixed["best"] and not any(missing in line["words"] for line in of_fixed["best"])
         assert not any(fixed in line["words"] for line in of_fixed["best"])
 
 
+def test_other_dispatchers_name_themselves_and_uncaptured_pipelines_their_scope(small_card):
+    tried = Candidates(configured(*AUTOMATIC), small_card, frozenset())
+    plain = [modes for modes in tried.layouts() if modes[0][0].layout.tp == modes[0][0].layout.cp == 1]
+    ways = {(modes[0][0].layout.pp, modes[0][0].layout.ep): modes for modes in plain}
+    for pp, ep, scope in ((1, 8, "partial"), (2, 4, "none")):
+        (first, _), (second, problems) = ways[pp, ep]
+        assert first.config.moe.dispatcher == "symm" and "moe.dispatcher" not in first.words
+        assert (first.config.graph.scope, first.config.pipeline.ep_overlap) == ("full_iteration", pp == 1)
+        assert second.config.moe.dispatcher == "alltoall" and " moe.dispatcher=alltoall" in second.words
+        assert second.config.graph.scope == scope and not problems
+        assert ("graph.scope=none" in second.words) == (scope == "none")
+        captured = [one for changes in tried.variants(second) for one in changes]
+        assert [one.words.endswith("graph.scope=partial") for one in captured] == [True] * (pp > 1)
+
+
 def test_recompute_of_some_layers_takes_the_place_of_that_of_all(small_card):
-    tried = Candidates(configured(), small_card, frozenset())
+    tried = Candidates(configured(*AUTOMATIC), small_card, frozenset())
     of_layouts = (modes[0][0] for modes in tried.layouts())
     whole = next(one for one in of_layouts if (one.layout.pp, one.layout.ep) == (4, 2))
     pairs, changes = tried.variants(tried.recomputing(whole, "recompute=all"))
@@ -143,10 +161,9 @@ def test_precision_varies_where_it_is_asked_for(small_card):
     assert all(line["total_gb"] == pytest.approx(sizes[line["words"]]) for line in estimated)
     for line in found["rowwise"]:
         assert "precision.fp8=rowwise" in line["words"]
-        assert ("moe.dispatcher=symm" in line["words"]) == (line["layout"]["ep"] > 1)
         assert has_its_own_numbers(line, projected(f"{line['words']} train.micro_batch_size=1", small_card))
     shown = text_of(render_search(both))
-    assert "with and without products of experts" in shown and " fp8" in shown and " symm" in shown
+    assert "with and without products of experts" in shown and " fp8" in shown
     best = {**both, "recommended": {**both["recommended"], **found["rowwise"][0]}}
     rate = f"{plain['best'][0]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
     assert f"; without products in 8 bits dp has {rate}:" in text_of(render_search(best), width=300)
@@ -250,13 +267,15 @@ def test_a_listed_layout_has_its_own_numbers_also_where_a_file_set_what_a_search
 
 def test_each_size_of_micro_batches_is_tried_up_to_the_first_that_does_not_fit(small_card):
     words = ("parallel.tp=1", "parallel.cp=1", "parallel.ep=8")
-    found = searched(replace(small_card, top=10_000), *words)
+    automatic = ("graph.scope=auto", "pipeline.ep_overlap=auto")
+    found = searched(replace(small_card, top=10_000), *words, *automatic)
     assert found["micro_batch_sizes"] == [1, 2, 4, 8, 16]
     sizes = {line["micro_batch_size"] for line in found["best"]}
     assert len(sizes) > 1
     for line in found["best"]:
         assert f"train.micro_batch_size={line['micro_batch_size']}" in line["words"]
-        assert has_its_own_numbers(line, projected(line["words"] + " " + " ".join(words), small_card))
+        own = projected(" ".join((line["words"], *words, *automatic)), small_card)
+        assert has_its_own_numbers(line, own), own["auto"]
         assert line["micro_batches"] * line["micro_batch_size"] * line["layout"]["dp"] == 32
     (given,) = searched(small_card, *words, "train.micro_batch_size=2")["micro_batch_sizes"]
     assert given == 2

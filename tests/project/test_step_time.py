@@ -102,6 +102,7 @@ def rate_of(schedule: str) -> float:
     args = ProjectArgs("mi355x", nodes=4)
     run = RunConfig(model=load_preset("qwen3_235b_a22b"), parallel=ParallelConfig(pp=4, ep=8))
     run.train.micro_batch_size, run.pipeline.schedule, run.data.seq_len = 1, schedule, 4096
+    run.moe.dispatcher, run.graph.scope = "alltoall", "none"
     found = project(resolve(completed(run, args)), args)
     assert found["layout"]["ep"] == 8 and found["micro_batches"] == 16
     return float(found["tokens_per_s_per_gpu"])

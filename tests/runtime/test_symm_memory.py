@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from graphmoe.config.schema import DeviceChoice
+from graphmoe.config.schema import ConfigError, DeviceChoice
 from graphmoe.ops import symm
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
@@ -59,6 +59,15 @@ def test_parts_of_a_region_are_apart_aligned_and_large_enough():
     starts = [getattr(region, name) for name in (*parts, "dweights", "num_bytes")]
     for start, end, length in zip(starts, starts[1:], (*parts.values(), 30 * 2 * 4), strict=False):
         assert start % ALIGNMENT == 0 and end - start >= length
+
+
+def test_gpus_that_cannot_share_memory_are_an_error_with_another_dispatcher(pair, monkeypatch):
+    def forbidden(*_):
+        raise RuntimeError("CUDA driver error: operation not permitted\nException raised from ...")
+
+    monkeypatch.setattr(module, "symmetric_memory", forbidden)
+    with pytest.raises(ConfigError, match=r"\(CUDA driver error: operation not permitted\); .*=alltoall$"):
+        pair.reserve(SIZES)
 
 
 def test_rows_and_replicas_have_memories_that_grow_to_the_most(pair, device):

@@ -84,7 +84,9 @@ def four(request, tmp_path_factory):
 
 
 def dry(*words: str) -> dict[str, Any]:
-    return dry_run(config(*WORDS, *words))
+    """What a dry run finds, with the dispatcher of a CPU."""
+    shares = any(word.startswith(("parallel.ep=", "parallel.etp=")) for word in words)
+    return dry_run(config(*WORDS, *["moe.dispatcher=alltoall"] * shares, *words))
 
 
 def of_four(name: str, rank: int, *words: str) -> dict[str, Any]:
@@ -238,6 +240,7 @@ def test_what_does_not_fit_is_said_with_the_bytes():
 @pytest.mark.slow
 def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     words = ["model=tiny", "launch.fake_world=16", "parallel.ep=4", "compile.enabled=false"]
+    words += ["moe.dispatcher=alltoall", "graph.scope=none"]
     for _ in range(2):
         run = command(tmp_path, *words, "format=json")
         assert run.process.exitcode == 0, run.err.read_text()

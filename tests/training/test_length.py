@@ -79,7 +79,7 @@ FEW = "validation has 1 micro-batch, less than train.val_batches=2; .* train.val
     [
         (config().train, 1, "WARNING", "has 1 sample, less than train.micro_batch_size=2: some count twice"),
         (config().train, 3, "WARNING", FEW), (config().train, 4, None, ""), (config().train, None, None, ""),
-        (TrainConfig(), 3, "INFO", ""),  # nobody has asked for so much
+        (TrainConfig(micro_batch_size=4), 3, "INFO", ""),  # nobody has asked for so much
     ],
 )  # fmt: skip
 def test_a_validation_of_less_than_is_asked_for_is_said(caplog, train, samples, level, said):

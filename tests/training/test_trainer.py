@@ -153,7 +153,8 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     # the start of a process is known to a second
     assert 0 < document["time_to_first_step_s"] < lifetime_s + 1
     resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
-    assert resolved["run"] == {"name": "mini", "device": "cpu"} and resolved["data"]["seq_len"] == 16
+    assert (resolved["run"]["name"], resolved["run"]["device"]) == ("mini", "cpu")
+    assert resolved["run"]["auto"][0].startswith("moe.dispatcher=") and resolved["data"]["seq_len"] == 16
     environment = json.loads((folder / "env.json").read_text())
     assert torch.__version__.startswith(environment["packages"]["torch"]) and "git_commit" in environment
     threads, cores = environment["threads"], environment["usable_cores"]

@@ -5,6 +5,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from graphmoe.config.formats import Gpu
 from graphmoe.config.schema import ConfigError
 
 GPUS_PER_NODE = 8
@@ -36,6 +37,12 @@ class Card:
     def fp8_tflops(self) -> float:
         """Peak fp8 TFLOP/s without sparsity: twice bf16 in the data sheets of all GPUs here."""
         return 2 * self.tflops
+
+    @property
+    def gpu(self) -> Gpu:
+        if self.is_nvidia:
+            return Gpu(major=9 if self.name.startswith("H") else 10, cuda=(12, 9))
+        return Gpu("gfx942" if self.name.startswith("MI3") and self.name != "MI355X" else "gfx950")
 
     @property
     def is_nvidia(self) -> bool:

@@ -178,7 +178,7 @@ def refuse_unknown(config: RunConfig) -> None:
     problems, recipe = [], config.precision.fp8
     unknown = [name for name, each in FORMATS.items() if each.rates == "unknown"]
     if recipe in unknown:
-        known = " or ".join(name for name in Fp8Recipe if name not in unknown)
+        known = " or ".join(name for name in Fp8Recipe if name not in (*unknown, "auto"))
         problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
     if config.parallel.dp_shard is DpShard.fsdp2:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.segment_times import SegmentTime, modelled_message, modelled_parts, stage_costs
-from graphmoe.plan.experts import dispatcher_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline import Placement, Table
 from graphmoe.plan.pipeline.balance import balanced_layout, default_layout, measured_parts
@@ -101,7 +100,7 @@ def expert_ranks(model: ModelConfig, layout: Layout) -> int:
 def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
     # all ranks compute the same, from the configuration alone
     model, seq_len, again = config.model, config.data.seq_len or 1, Recompute.of(config.recompute)
-    is_joint = dispatcher_of(config.moe, config.parallel) == "alltoall"
+    is_joint = config.moe.dispatcher == "alltoall"
     ranks = expert_ranks(model, layout)
     parts = modelled_parts(model, seq_len, again, expert_ranks=ranks, joint_experts=is_joint)
     message = modelled_message(model, seq_len)

@@ -15,11 +15,10 @@ from graphmoe.config.schema import (
     cache_root,
     compiled_folder,
 )
-from graphmoe.plan.experts import experts_of, has_experts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules import model, parallel, run
-from graphmoe.segments import lowest_stage
+from graphmoe.plan.rules.auto import auto_rules, presumed
 
 # rules that must hold before a pipeline can be planned
 FIRST = (model.model_rules, model.router_rules, parallel.batch_rules, parallel.pipeline_rules)
@@ -66,9 +65,9 @@ def check(config: RunConfig) -> None:
 def violations(config: RunConfig) -> list[str]:
     """Return a message, with valid values, for every violated rule. Pure."""
     fields = [*fields_of(config)]
-    if unusable := [line for field in fields for line in type_rules(field)]:
+    if unusable := [*(line for field in fields for line in type_rules(field)), *auto_rules(config)]:
         return unusable  # other rules cannot compute with such values
-    config = run.with_steps(run.with_dry_batch(config))
+    config = presumed(run.with_steps(run.with_dry_batch(config)))
     ranges = [line for field in fields for line in range_rules(field)]
     own = [*ranges, *(line for rule in FIRST for line in rule(config))]
     return [
@@ -106,7 +105,10 @@ def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return a copy with ``auto`` and ``null`` resolved; kernel backends are chosen later."""
+    """Return a copy with ``null`` and most of ``auto`` resolved.
+
+    graphmoe.training.auto decides keys that depend on devices; kernel backends are chosen later.
+    """
     import torch
 
     config = run.with_steps(run.with_dry_batch(config))
@@ -126,9 +128,5 @@ def resolve(config: RunConfig) -> RunConfig:
         on_gpu = config.run.device is DeviceChoice.cuda
         gpus = config.launch.gpus_per_job or max(torch.cuda.device_count(), 1)
         config.launch.nproc = gpus if on_gpu else 1
-    experts = experts_of(config)
-    config.moe.dispatcher, config.moe.balance = experts.dispatcher, experts.balance
     config.parallel.cp_method = parallel.context_method(config.parallel, config.model)
-    if config.moe.sync_free_stage == "auto":
-        config.moe.sync_free_stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
     return config

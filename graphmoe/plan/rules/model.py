@@ -23,7 +23,6 @@ from graphmoe.plan.experts import (
     WORST_CASE,
     BufferLimits,
     dispatcher_facts,
-    dispatcher_of,
     experts_of,
     has_experts,
     runs_pass,
@@ -168,7 +167,7 @@ def _replica_rules(config: RunConfig) -> Iterator[str]:
     moe, slots = config.moe, config.moe.replica_slots
     owned = config.model.num_experts // max(config.parallel.ep, 1)
     if moe.balance is Balance.replicas and (why := experts_of(config).no_replicas):
-        needed = "moe.dispatcher=symm, or " if dispatcher_of(moe, config.parallel) != "symm" else ""
+        needed = "moe.dispatcher=symm, or " if moe.dispatcher != "symm" else ""
         if config.parallel.ep <= 1:
             needed = "parallel.ep=2 or more, or "
         instead = f"{needed}moe.balance=none"
@@ -203,7 +202,7 @@ def vendor_dispatch_rules(config: RunConfig) -> Iterator[str]:
             f"{key} splits an exchange evenly over 2, 4, 8, 16, ... ranks, but parallel.ep={parallel.ep} * "
             f"parallel.etp={parallel.etp} = {ranks}; use such a product, or {_instead(ranks)}"
         )
-    limits = dispatcher_facts(dispatcher_of(moe, parallel)).buffer
+    limits = dispatcher_facts(moe.dispatcher).buffer
     if limits is None:
         return
     if parallel.etp > 1:
@@ -253,7 +252,7 @@ def splits_backward(passes: PassesConfig) -> bool:
 def overlap_rules(config: RunConfig) -> Iterator[str]:
     if not config.pipeline.ep_overlap:
         return
-    choice = dispatcher_of(config.moe, config.parallel)
+    choice = config.moe.dispatcher
     if not dispatcher_facts(choice).reads_peers:
         instead = (
             "moe.dispatcher=symm" if config.parallel.ep * config.parallel.etp > 1 else "parallel.ep=2 or more"
@@ -282,7 +281,7 @@ def stage_rules(config: RunConfig) -> Iterator[str]:
     if stage != "auto" and (type(stage) is not int or stage not in SYNC_FREE_STAGES):
         yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"  # True and 1.0 equal 1
     elif isinstance(scope, str | list) and has_experts(config.model):
-        dispatcher = dispatcher_of(moe, parallel)
+        dispatcher = moe.dispatcher
         highest = dispatcher_facts(dispatcher).sync_free_stage
         why = f"moe.dispatcher={dispatcher} lets the host count the rows that arrive"
         alone = parallel.ep * parallel.etp == 1

@@ -22,8 +22,9 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.experts import dispatcher_of, experts_of, has_experts, runs_pass
+from graphmoe.plan.experts import experts_of, has_experts, runs_pass
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.rules.auto import assumed_size
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
 
@@ -207,7 +208,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
                 f"{key} needs the passes {', '.join(off)}, which passes.enabled or passes.disabled "
                 f"leaves out; let them run, or use precision.fp8=none"
             )
-    if config.compile.enabled and in_fp8 and dispatcher_of(config.moe, config.parallel) == "alltoall":
+    if config.compile.enabled and in_fp8 and config.moe.dispatcher == "alltoall":
         yield (
             f"{key} needs compiled experts, which moe.dispatcher=alltoall does not have; use "
             f"moe.dispatcher=symm{without}"
@@ -355,7 +356,7 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
     if launch.fake_world is None or train.global_batch_size != TrainConfig.global_batch_size:
         return config
     try:
-        together = train.micro_batch_size * Layout.of(parallel, launch.fake_world).dp
+        together = assumed_size(config) * Layout.of(parallel, launch.fake_world).dp
     except (ConfigError, ZeroDivisionError):  # other rules refuse these
         return config
     count = config.pipeline.microbatches or 4 * parallel.pp if parallel.pp > 1 else 1

@@ -193,11 +193,15 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
 def _say_what_is_left_out(config: RunConfig) -> None:
     if config.compile.enabled:
         log.info("dry run: segments are traced, rewritten and cut as in a compiled run, but not compiled")
-    if config.graph.scope != "none":
+    if config.run.auto:
+        log.info("auto: %s", ", ".join(config.run.auto))
+    automatic = {note.partition("=")[0] for note in config.run.auto}
+    if config.graph.scope != "none" and "graph.scope" not in automatic:
         log.warning("graph.scope=%s has no effect on a dry run: nothing is captured", config.graph.scope)
-    if config.pipeline.ep_overlap and config.parallel.pp == 1:
+    overlap_is_asked = config.pipeline.ep_overlap and "pipeline.ep_overlap" not in automatic
+    if overlap_is_asked and config.parallel.pp == 1:
         log.warning("pipeline.ep_overlap=true overlaps nothing in a dry run, which runs one micro-batch")
-    elif config.pipeline.ep_overlap:
+    elif overlap_is_asked:
         log.info(
             "dry run: the forward and backward that pipeline.ep_overlap=true overlaps run one after the other"
         )

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 OTHERWISE = "passes.enabled passes.disabled passes.extra run.device host.threads moe.dispatch_dtype"
 """Keys that are facts by what they make of the passes, or by what the process sees."""
 NO_FACTS = """
-    run.name model.name model.init_std model.bias_update_rate model.peak_lr
+    run.name run.auto model.name model.init_std model.bias_update_rate model.peak_lr
     data.source data.seed data.paths data.weights data.val_paths data.val_fraction data.text_field
     data.tokenizer data.eod_token data.bpe_vocab_size data.cache_dir data.hf_name data.hf_config data.hf_split
     data.hf_val_split data.shuffle data.skip_bad data.prefetch

@@ -99,7 +99,7 @@ def _wrong_value(override: Override) -> Iterator[str]:
     typed = OmegaConf.to_container(merged)
     assert isinstance(typed, dict) and isinstance(kind, type)
     field = field_of(kind, name, f"{section}.{name}", typed[name])
-    rows = [mark.names for mark in field.marks if isinstance(mark, OneOf)]
+    rows = [mark.names for mark in field.marks if isinstance(mark, OneOf) and mark.names]
     if rows and value not in rows[0] and (answer := answer_to(str(value), rows[0])):
         yield f"{section}.{name}={value} on the command line: {answer}"
     else:

@@ -15,7 +15,7 @@ from graphmoe.command.words import help_text, run_words
 from graphmoe.config.arguments import answer_version, emit, file_problems, nearest, usage, wants_help
 from graphmoe.config.choices import OutputFormat
 from graphmoe.config.schema import ComputeDtype, ConfigError, LaunchConfig, RunConfig, TrainConfig
-from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card, card_of
+from graphmoe.plan.costs.hardware import Card, card_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.auto import assumed_size
 
@@ -25,9 +25,11 @@ Assumptions = enum.StrEnum("Assumptions", ("exact", "published"))
 @dataclass
 class ProjectArgs:
     hardware: str
-    """Card of all ranks: mi300x, mi325x, mi355x, h100, h200 or b200."""
+    """Card of all ranks: mi300x, mi325x, mi355x, mi450, h100, h200, b200, gb200 or gb300."""
     nodes: int | None = None
-    """Nodes of launch.nproc GPUs, > 0; null takes launch.nodes, or 1."""
+    """Nodes of gpus_per_node GPUs, > 0; null takes launch.nodes, or 1."""
+    gpus_per_node: int | None = None
+    """GPUs of a node, > 0; null takes launch.nproc, or the card's: 4 of gb200, gb300 and mi450, else 8."""
     assumptions: Assumptions = Assumptions.exact
     """exact: the bytes that this project's runs hold; published: those of a published chart."""
 
@@ -42,24 +44,28 @@ class ProjectArgs:
     page: Path | None = None
     """Page with pictures to write, a file that ends in .html."""
 
-    per_node = GPUS_PER_NODE  # no key of the tool: a run's launch.nproc, once it is known
-
     def place(self, launch: LaunchConfig, fixed: frozenset[str]) -> None:
         """Set nodes and GPUs per node from a run's keys; without launch.nproc a node has all its GPUs."""
         is_open = launch.nproc == LaunchConfig.nproc and "launch.nproc" not in fixed
-        self.per_node = GPUS_PER_NODE if is_open or launch.nproc == "auto" else int(launch.nproc)
+        if self.gpus_per_node is None and not is_open and launch.nproc != "auto":
+            self.gpus_per_node = int(launch.nproc)
         self.nodes = self.nodes or (1 if launch.nodes == "auto" else int(launch.nodes))
 
     @property
     def card(self) -> Card:
-        return replace(card_of(self.hardware), per_node=self.per_node)
+        card = card_of(self.hardware)
+        return replace(card, per_node=self.gpus_per_node or card.per_node)
+
+    @property
+    def per_node(self) -> int:
+        return self.card.per_node
 
     @property
     def num_ranks(self) -> int:
         return (self.nodes or 1) * self.per_node
 
 
-RANKS = ("launch.nproc", "launch.nodes")
+OWN_KEYS = {"launch.nproc": "gpus_per_node", "launch.nodes": "nodes"}  # of a run, and of the tool
 GLOBAL_BATCH = "train.global_batch_size"
 MICRO_BATCH = "train.micro_batch_size"
 FP8 = "precision.fp8"
@@ -98,14 +104,16 @@ def check_words(words: Sequence[str], keys: Sequence[str]) -> None:
 
 def check(args: ProjectArgs, words: Sequence[str]) -> None:
     """Raise ConfigError for values out of range, and for contradictory keys of a run."""
-    numbers = {"nodes": args.nodes, "top": args.top}
+    numbers = {"nodes": args.nodes, "gpus_per_node": args.gpus_per_node, "top": args.top}
     problems = [f"{key}={n} must be 1 or more" for key, n in numbers.items() if n is not None and n < 1]
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
         if name == "launch.fake_world":
             problems.append(f"{word}: the number of ranks is launch.nodes times launch.nproc; set these")
-        if name == "launch.nodes" and args.nodes is not None:
-            problems.append(f"{word} and nodes={args.nodes} are both given; leave one of the two out")
+        for key, own in (("launch.nodes", args.nodes), ("launch.nproc", args.gpus_per_node)):
+            if name == key and own is not None:
+                also = f"{OWN_KEYS[key]}={own}"
+                problems.append(f"{word} and {also} are both given; leave one of the two out")
         if args.search and name == "pipeline.microbatches" and value != "null":
             problems.append(f"{word} sets another global batch for each layout; use train.global_batch_size")
     if args.search and args.assumptions is Assumptions.published:
@@ -153,7 +161,7 @@ def fixed_keys(words: Sequence[str]) -> frozenset[str]:
 def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
     """Return the command that starts a run on each node, with the overrides of the user and of a search."""
     keys = fixed_keys(words)
-    own = [word for word in words if not fixed_keys([word]) & {"format", *RANKS}]
+    own = [word for word in words if not fixed_keys([word]) & {"format", *OWN_KEYS}]
     data = [] if keys & NAMES_DATA else [DATA]
     nodes = args.num_ranks // args.per_node
     launch = [f"launch.nproc={args.per_node}", f"launch.nodes={nodes}"]

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphmoe.config.ranges import number_of
+from graphmoe.config.ranges import number_of, spelled
 from graphmoe.config.schema import (
     ConfigError,
     ContextMethod,
     Fp8Recipe,
     ModelConfig,
     ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
     RecomputeConfig,
     RunConfig,
 )
@@ -25,11 +27,13 @@ from graphmoe.plan.rules.auto import AUTO, DISPATCHER, OVERLAP, SCOPE, undecided
 from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
-from graphmoe.training.auto import decisions, machine_of
+from graphmoe.segments import lowest_stage
+from graphmoe.training.auto import decisions, machine_of, overlap_gains
 
 MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (2, 3, 4, 6)
+PARTS = 4  # a good candidate's recompute is tried in the first quarter, half and three quarters of its layers
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,12 @@ class Candidates:
         self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
-        self._known: dict[tuple[Layout, Fp8Recipe, bool], tuple[dict[str, Any], list[str]]] = {}
+        self._known: dict[tuple[object, ...], tuple[dict[str, Any], list[str]]] = {}
         recipes = [Fp8Recipe.none, Fp8Recipe.rowwise] if args.try_fp8 else [config.precision.fp8]
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
-    def layouts(self) -> Iterator[tuple[Candidate, list[str]]]:
-        """Yield each layout of ``num_ranks`` ranks, with errors if it cannot run. *Raises* ConfigError."""
+    def layouts(self) -> Iterator[list[tuple[Candidate, list[str]]]]:
+        """Yield each layout's modes, fastest first, with errors if one cannot run. *Raises* ConfigError."""
         count, problem = 0, ""
         for parallel in self._dimensions():
             try:
@@ -69,21 +73,32 @@ class Candidates:
                 continue
             count += 1
             train = replace(self.config.train, micro_batch_size=self.micro_batch_sizes[0])
+            of_layout = replace(self.config, parallel=parallel, train=train)
             for precision in self.precisions:
                 changed = precision.fp8 is not self.config.precision.fp8
                 in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
-                made = replace(self.config, parallel=parallel, train=train, precision=precision)
-                made, problems = self._decided(made, layout)
-                uncaptured = self.config.graph.scope == AUTO and made.graph.scope == "none"
-                words = _joined(self._words(parallel), f"{SCOPE}=none" * uncaptured, in_fp8)
-                yield Candidate(words, made, layout), problems
+                ways = []
+                for name in self._dispatchers(parallel, precision):
+                    made = with_values(replace(of_layout, precision=precision), {DISPATCHER: name})
+                    made, words, problems = self._decided(made, layout)
+                    own = f"{DISPATCHER}={name}" * (name != self.config.moe.dispatcher)
+                    found = Candidate(_joined(self._words(parallel), own, words, in_fp8), made, layout)
+                    ways.append((found, problems))
+                yield ways
         if not count:
             raise ConfigError(
                 f"no layout fits parallel.* on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
             )
 
+    def _dispatchers(self, parallel: ParallelConfig, precision: PrecisionConfig) -> list[str]:
+        given, ranks = self.config.moe.dispatcher, parallel.ep * parallel.etp
+        known = given != AUTO or ranks == 1 or ranks > self._per_node or not has_experts(self.config.model)
+        in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
+        # fp8 rows need kernels that read peers, which auto takes
+        return [given] if known or in_fp8 else [given, "alltoall"]
+
     def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
-        for name, virtual_stages in self._schedules(candidate.layout.pp):
+        for name, virtual_stages in self._schedules(candidate.layout.pp, candidate.config.pipeline):
             words = self._schedule_words(candidate.layout.pp, name, virtual_stages)
             pipeline = replace(candidate.config.pipeline, schedule=name, virtual_stages=virtual_stages)
             config = replace(candidate.config, pipeline=pipeline)
@@ -105,8 +120,43 @@ class Candidates:
         config = replace(candidate.config, recompute=self.kinds[kind])
         return replace(candidate, words=_joined(candidate.words, kind, self._batch), config=config, kind=kind)
 
-    def _schedules(self, pp: int) -> Iterator[tuple[str, int | None]]:
-        pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
+    def variants(self, candidate: Candidate) -> Iterator[list[Candidate]]:
+        """Yield lists of changes to a good candidate, of which the first that fits is wanted."""
+        config, pipeline = candidate.config, candidate.config.pipeline
+        is_free = self.config.pipeline.ep_overlap == AUTO and not pipeline.ep_overlap
+        pairs = candidate.layout.pp > 1 and schedule_of(pipeline.schedule).build_overlapped
+        if is_free and pairs and overlap_gains(config.moe.dispatcher, self._machine.gpu):
+            yield [self._with(candidate, OVERLAP, True)]
+        if config.graph.scope == "none" and self.config.graph.scope == AUTO:
+            yield [self._with(candidate, SCOPE, "partial")]
+        if candidate.kind and config.recompute != RecomputeConfig():
+            layers = len_of_parts(config.model) - 2
+            yield [self._of_layers(candidate, layers * part // PARTS) for part in range(1, PARTS)]
+
+    def _with(self, candidate: Candidate, key: str, value: str | bool) -> Candidate:
+        config = with_values(candidate.config, {key: value})
+        config = with_values(config, self._stage(config))
+        words = [word for word in candidate.words.split() if not word.startswith(f"{key}=")]
+        return replace(candidate, config=config, words=_joined(*words, f"{key}={spelled(value)}"))
+
+    def _stage(self, config: RunConfig) -> dict[str, Any]:
+        if self.config.moe.sync_free_stage != AUTO or not has_experts(config.model):
+            return {}
+        return {"moe.sync_free_stage": lowest_stage(config.graph.scope)}
+
+    def _of_layers(self, candidate: Candidate, count: int) -> Candidate:
+        wanted, first = candidate.config.recompute, [*range(count)]
+        some = RecomputeConfig(layer_ids=first) if wanted.all else replace(wanted, layer_ids=first)
+        kind = " ".join(
+            [candidate.kind] * (not wanted.all) + [f"recompute.layer_ids={first}".replace(" ", "")]
+        )
+        if self.config.recompute != RecomputeConfig():
+            kind = _all_keys(some)
+        words = candidate.words.replace(candidate.kind, kind)
+        return replace(candidate, config=replace(candidate.config, recompute=some), words=words, kind=kind)
+
+    def _schedules(self, pp: int, pipeline: PipelineConfig) -> Iterator[tuple[str, int | None]]:
+        most = len_of_parts(self.config.model) // pp
         if pp == 1:
             yield pipeline.schedule, pipeline.virtual_stages
             return
@@ -185,21 +235,25 @@ class Candidates:
         auto = context_method(replace(parallel, cp_method=ContextMethod.auto), self.config.model)
         return list(dict.fromkeys([auto, ContextMethod.ring])) if parallel.cp > 1 else [auto]
 
-    def _decided(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, list[str]]:
+    def _decided(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, str, list[str]]:
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
-        key = like, config.precision.fp8, num_micro_batches(config, layout) > 1
+        key = like, config.precision.fp8, config.moe.dispatcher, num_micro_batches(config, layout) > 1
         if key not in self._known:
             found = decisions(replace(config, recompute=RecomputeConfig()), self._machine)[0]
             if layout.pp > 1 and config.graph.scope == AUTO and found.graph.scope == "partial":
-                found = with_values(found, {SCOPE: "none"})  # graphs of micro-batches in flight are large
+                # graphs of micro-batches in flight are large; `variants` tries them
+                found = with_values(found, {SCOPE: "none"})
+                found = with_values(found, self._stage(found))
             self._known[key] = {key: value_of(found, key) for key in undecided(config)}, violations(found)
         values, problems = self._known[key]
         found = with_values(config, values)
-        return found, [
+        uncaptured = config.graph.scope == AUTO and found.graph.scope == "none"
+        problems = [
             *rank_batch_rules(config.train, layout, self.num_ranks),
             *problems,
             *one_node_rules(replace(found, launch=self._launch)),
         ]
+        return found, f"{SCOPE}=none" * uncaptured, problems
 
     def _words(self, parallel: ParallelConfig) -> str:
         values = {name: getattr(parallel, name) for name in ("pp", "ep", "tp", "cp")}
@@ -212,7 +266,7 @@ class Candidates:
 
 
 def _all_keys(recompute: RecomputeConfig) -> str:
-    lists = {key: ",".join(getattr(recompute, key)) for key in ("segments", "ops", "layer_ids")}
+    lists = {key: ",".join(map(str, getattr(recompute, key))) for key in ("segments", "ops", "layer_ids")}
     words = [f"recompute.{key}=[{names}]" for key, names in lists.items()]
     return " ".join([f"recompute.all={str(recompute.all).lower()}", *words])
 

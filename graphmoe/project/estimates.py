@@ -12,7 +12,7 @@ from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
-from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.sizes import Sizes, overlaps
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
@@ -22,13 +22,19 @@ from graphmoe.plan.pipeline.schedules.v_shaped import COMPARED
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
-from graphmoe.project.step_time import host_seconds, message_seconds, reduction_seconds
+from graphmoe.project.step_time import (
+    at_the_power_limit,
+    host_seconds,
+    late_start,
+    message_seconds,
+    reduction_seconds,
+)
 from graphmoe.segments import segments_of
 from graphmoe.training.floors import update_seconds
-from graphmoe.training.memory import communication_bytes, num_slots, own_buffer_bytes
+from graphmoe.training.memory import beside_bytes, communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before
-RANKS = 4  # ranks of the pipelines whose waits stand for those of longer ones
+RANKS = 4  # most ranks of the pipelines whose waits stand for those of longer ones
 Stages = tuple[StagePieces, ...]
 
 
@@ -47,7 +53,8 @@ class Like(NamedTuple):
     micro_batch_size: int
     fp8: Fp8Recipe
     dispatcher: str
-    overlap: bool
+    overlaps: bool
+    scope: str
 
 
 class ShortPipeline(NamedTuple):
@@ -65,8 +72,8 @@ class _Stage(NamedTuple):
     time: SegmentTime
     host_s: float
     activations: float
-    captured: float
-    """Those of segments with graphs of their own."""
+    beside: float
+    """Those of a second micro-batch slot."""
 
 
 class Estimates:
@@ -98,7 +105,8 @@ class Estimates:
             # a table of pairs needs one micro-batch more per rank until it repeats
             pairs = facts.is_folded and (config.pipeline.ep_overlap or facts.build is facts.build_overlapped)
             count = min(count, (FILLING + pairs) * layout.pp + count % layout.pp)
-        key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count)
+        overlap = config.pipeline.ep_overlap
+        key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count, overlap)
         if facts.is_folded:  # the table follows times of stages
             own = config.precision.fp8, config.moe.dispatcher, min(asked, COMPARED * layout.pp)
             key += (*own, expert_ranks(self.model, layout), candidate.kind)
@@ -128,8 +136,8 @@ class Estimates:
                 sum(count * size for count, size in zip(counts, kept, strict=True))
                 for counts in place.moments
             )
-            captured = (self._stage(like, kind, pieces).captured for pieces in place.stages)
-            activations += (slots - 1) * sum(captured)
+            beside = (self._stage(like, kind, pieces).beside for pieces in place.stages)
+            activations += (slots - 1) * sum(beside)
             buffers = communication + self._buffers(like, kind, place.stages, lanes)
             state = self._state(_of_weights(layout, pipeline.embed_on), place.stages).sizes
             needs.append((place.place, {**state, "activations": activations, "buffers": buffers}))
@@ -147,6 +155,7 @@ class Estimates:
         busiest = max(sum(stage.time.total for stage in stages) for stages in of_places)
         makespan = count * busiest
         if layout.pp > 1:
+            busiest += len(of_places[0]) * late_start(candidate.config, self.speeds).total
             each, further = self._waits(candidate)
             makespan = busiest * (count * each + (layout.pp - 1) * further)
         states = [self._state(weights, place.stages) for place in pipeline.places]
@@ -155,23 +164,27 @@ class Estimates:
         update = max(state.update_s for state in states)
         host = count * max(sum(stage.host_s for stage in stages) for stages in of_places)
         tokens = self.config.train.global_batch_size * self._plain.seq_len / layout.size("world")
-        return tokens / max(makespan + gradients - hidden + update, host)
+        rest = gradients - hidden + update
+        makespan = at_the_power_limit(makespan, count * busiest, rest, self.speeds)
+        return tokens / max(makespan + rest, host)
 
     def _waits(self, candidate: Candidate) -> tuple[float, float]:
         like = self._like(candidate)
-        time = self._stage(like, candidate.kind, self._all).time
+        pipeline, pp = candidate.config.pipeline, candidate.layout.pp
+        stages = placement_of(pipeline.schedule, pp, pipeline.virtual_stages).num_stages
+        late = late_start(candidate.config, self.speeds).scaled(stages)
+        time = sum_of("", [self._stage(like, candidate.kind, self._all).time, late])
         message = message_seconds(replace(self._sizes[like][1], layout=candidate.layout), self.speeds)
         shares = [round(20 * share / time.total) / 20 for share in (time.forward, time.inputs, time.weights)]
         # rounded, so that a few pipelines stand for all
-        delay = float(f"{message * candidate.layout.pp / time.total:.1g}")
-        pipeline = candidate.config.pipeline
+        delay = float(f"{message * pp / time.total:.1g}")
         asked = pipeline.schedule, pipeline.virtual_stages, pipeline.ep_overlap
-        return _waits_of(*asked, tuple(shares), delay)
+        return _waits_of(min(pp, RANKS), *asked, tuple(shares), delay)
 
     def _like(self, candidate: Candidate) -> Like:
         config, layout = candidate.config, replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
-        own = config.precision.fp8, config.moe.dispatcher, config.pipeline.ep_overlap
-        like = Like(layout, config.train.micro_batch_size, *own)
+        own = config.train.micro_batch_size, config.precision.fp8, config.moe.dispatcher
+        like = Like(layout, *own, overlaps(config, candidate.layout), str(config.graph.scope))
         if like not in self._sizes:
             sizes = Sizes.from_config(config, candidate.layout, on_nvidia=self.on_nvidia)
             self._sizes[like] = config, sizes
@@ -187,8 +200,8 @@ class Estimates:
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
         host_s = host_seconds(config, times, self.speeds)
         by_segment = sum(kept.values(), Counter[str]())
-        captured = sum(by_segment[name] for name in segments_of(config.graph.scope))
-        return _Stage(sum_of("", times), host_s, float(by_segment.total()), float(captured))
+        beside = beside_bytes(kept, segments_of(config.graph.scope))
+        return _Stage(sum_of("", times), host_s, float(by_segment.total()), float(beside))
 
     def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
         optim = self.config.optim
@@ -236,16 +249,16 @@ def _alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
 
 @functools.lru_cache(maxsize=4096)
 def _waits_of(
-    schedule: str, virtual_stages: int | None, overlap: bool, shares: tuple[float, ...], message: float
+    ranks: int, schedule: str, virtual: int | None, overlap: bool, shares: tuple[float, ...], message: float
 ) -> tuple[float, float]:
-    placement = placement_of(schedule, RANKS, virtual_stages)
+    placement = placement_of(schedule, ranks, virtual)
     costs = Costs.of_rank(placement, *shares, comm=message)
     makespans = []
-    for number in (2 * RANKS, 4 * RANKS):
-        table = make_table(schedule, RANKS, number, virtual_stages, overlap=overlap, costs=costs)
+    for number in (2 * ranks, 4 * ranks):
+        table = make_table(schedule, ranks, number, virtual, overlap=overlap, costs=costs)
         makespans.append(makespan_of(table, costs))
-    each = (makespans[1] - makespans[0]) / (2 * RANKS)
-    return each, (makespans[0] - 2 * RANKS * each) / (RANKS - 1)
+    each = (makespans[1] - makespans[0]) / (2 * ranks)
+    return each, (makespans[0] - 2 * ranks * each) / (ranks - 1)
 
 
 def _of_weights(layout: Layout, embed_on: tuple[int, ...]) -> Layout:

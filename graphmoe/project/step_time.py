@@ -40,6 +40,7 @@ def step_time(
     if plan.pipeline is None:
         makespan, waits = count * busy[0], 0.0
     else:
+        totals = [sum_of("", [time, late_start(config, speeds)]) for time in totals]
         makespan = _makespan(plan, plan.pipeline, costs_of(totals, message_seconds(sizes, speeds)))
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
@@ -50,6 +51,7 @@ def step_time(
     update = update_seconds(config.optim.name, max(place.owned for place in places), speeds)
     of_host = [host_seconds(config, of_stage, speeds) for of_stage in times]
     host = count * max(sum(of_host[number] for number in numbers) for numbers in own)
+    makespan = at_the_power_limit(makespan, count * max(busy), gradients + update, speeds)
     step = max(makespan + gradients + update, host)
     rate = config.train.global_batch_size * sizes.seq_len / step / layout.size("world")
     slowest = own[max(range(layout.pp), key=busy.__getitem__)]
@@ -71,6 +73,12 @@ def step_time(
             "host": host,
         },
     }
+
+
+def late_start(config: RunConfig, speeds: Speeds) -> SegmentTime:
+    """Return the wait of a stage's forward, dgrad and wgrad for the launch of their first kernels."""
+    wait = 0.0 if config.graph.scope == FULL_ITERATION else speeds.rates.host_us * 1e-6
+    return SegmentTime("", wait, wait, wait * schedule_of(config.pipeline.schedule).splits_backward)
 
 
 def short_plan(config: RunConfig, num_ranks: int) -> Plan:
@@ -99,9 +107,14 @@ def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:
     return makespan + missing * (makespan - makespan_of(short, costs)) / fewer
 
 
+def at_the_power_limit(makespan: float, busy: float, rest: float, speeds: Speeds) -> float:
+    """Return a makespan with slower clocks; ``busy``: seconds of GEMMs, ``rest``: of the step after it."""
+    return makespan * (1 + speeds.rates.power_cap * busy / (makespan + rest))
+
+
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     """Return seconds to send one micro-batch's hidden states to the next stage over the slowest link."""
-    return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.per_node)
+    return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.linked)
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:

@@ -25,6 +25,7 @@ from graphmoe.segments import FULL_ITERATION, lowest_stage
 from graphmoe.training.memory import MEMORY_ERROR, memory_of_places
 
 SIZES = (16, 8, 4, 2, 1)
+ENOUGH = 4  # sequences of a micro-batch; up to there twice as many gain more than overlap, on H200s
 ROUNDS = 4  # micro-batches for each rank of a pipeline, so that its bubble is short
 SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # lets ranks of one GPU share memory in torch
 
@@ -101,6 +102,11 @@ def decisions(config: RunConfig, machine: Machine) -> tuple[RunConfig, dict[str,
     return replace(found, launch=launch), why
 
 
+def overlap_gains(dispatcher: str, gpu: Gpu | None) -> bool:
+    """Return whether overlap saves time: with copy engines, as kernels that send take SMs from GEMMs."""
+    return dispatcher == "symm" and gpu is not None and not gpu.gfx
+
+
 def _format(gpu: Gpu | None) -> str:
     if gpu and (name := automatic_format(gpu)):
         return name
@@ -172,10 +178,11 @@ def _options(config: RunConfig, machine: Machine, most: int) -> Iterator[dict[st
     elif pipeline.microbatches:
         sizes = [max(batch // pipeline.microbatches, 1) if batch % pipeline.microbatches == 0 else 1]
     # overlap is measured for symm without a pipeline (docs/benchmarks/README.md)
-    gains = config.moe.dispatcher == "symm" and pp == 1
+    gains = overlap_gains(config.moe.dispatcher, machine.gpu) and pp == 1
     overlaps = [True] * gains + [False] if pipeline.ep_overlap == AUTO else [pipeline.ep_overlap]
     scopes = [FULL_ITERATION, "partial"] * (machine.gpu is not None) + ["none"]
-    for overlap, size in itertools.product(overlaps, sizes):
+    ways = sorted(itertools.product(overlaps, sizes), key=lambda way: (-min(way[1], ENOUGH), not way[0]))
+    for overlap, size in ways:
         is_last = (overlap, size) == (overlaps[-1], sizes[-1])
         if is_last or batch // size >= max(ROUNDS * pp if pp > 1 else 1, 1 + overlap):
             for scope in scopes if config.graph.scope == AUTO else [config.graph.scope]:

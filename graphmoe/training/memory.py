@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphmoe.config.schema import GraphConfig, MoEConfig
@@ -31,6 +31,8 @@ MEMORY_ERROR = 0.05
 """Share of a peak by which a projection may be wrong; the bench suite projection calls more a miss."""
 COMMUNICATOR_BYTES = 128 * 2**20  # assumed: buffers of NCCL and RCCL depend on topology and version
 CHANNEL_BYTES = 32 * 2**20  # assumed for a channel between two pipeline ranks
+# rows of an expert from which moe.experts=auto chose torch's wgrad, which returns bf16: measured on an H200
+TORCH_ROWS = 1024
 MESSAGES_UNDER_WAY = 2  # messages of a channel in flight: one sent, one received ahead
 
 
@@ -71,12 +73,12 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
         for part, kept in (item for number in plan.stage_numbers(place) for item in stages[number].items()):
             by_part[part] = by_part.get(part, Counter()) + kept
         by_segment = sum(by_part.values(), Counter())
-        captured = sum(by_segment[name] for name in plan.captured)
+        beside = beside_bytes(by_part, plan.captured)
         places.append(
             PlaceMemory(
                 place,
                 state_of_place(plan, place),
-                activations[place] + (slots - 1) * captured,
+                activations[place] + (slots - 1) * beside,
                 by_segment,
                 by_part,
                 {**own_buffer_bytes(*of_run, sizes, own, lanes[place]), "communication": communication},
@@ -89,6 +91,12 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
 def num_slots(is_pipelined: bool, overlaps: bool) -> int:
     """Return the micro-batch slots of a rank without a pipeline, each with graphs that keep their results."""
     return 2 if overlaps and not is_pipelined else 1
+
+
+def beside_bytes(by_part: Mapping[str, Bytes], captured: Iterable[str]) -> float:
+    """Return what a second micro-batch slot holds: results of captured segments, or a layer's activations."""
+    of_segments = sum(sum(kept[name] for kept in by_part.values()) for name in captured)
+    return max(of_segments, *(kept.total() for kept in by_part.values()), 0.0)
 
 
 def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
@@ -171,9 +179,11 @@ def _experts_work(sizes: Sizes) -> float:
     inner = model.expert_ffn_size // sizes.layout.etp
     travels = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0
     work = e * model.hidden_size * (travels + slots) + e * slots * 3 * inner + 4 * sizes.state
+    local = model.num_experts // sizes.layout.ep
     if "experts" in sizes.fp8:  # rows of each expert fill whole tiles of a wgrad
-        unused = (model.num_experts // sizes.layout.ep + sizes.replica_slots) * (BLOCK_R - 1)
-        work += unused * (3 * inner + 2 * model.hidden_size)
+        work += (local + sizes.replica_slots) * (BLOCK_R - 1) * (3 * inner + 2 * model.hidden_size)
+    elif sizes.on_nvidia and slots >= TORCH_ROWS * local:
+        work += e * local * sizes.expert_elements  # a gradient that is added in fp32 later
     return work + sizes.replica_slots * sizes.pulled_bytes  # weights of the slots
 
 

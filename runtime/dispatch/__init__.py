@@ -123,7 +123,15 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 
 
 def shared_bytes(sizes: Sizes, moe: MoEConfig, graph: GraphConfig) -> int:
-    """Return the bytes that each rank shares for symm: received rows, a layer's replicas; without symm 0."""
+    """Return the bytes that each rank shares with peers: rows on their way, symm's replicas; else 0."""
+    model, ranks = sizes.model, sizes.layout.size("ep_etp")
+    if dispatcher_facts(moe.dispatcher).buffer:
+        return deepep.buffer_bytes(model.hidden_size, ranks)
+    if moe.dispatcher == "nvshmem":
+        dtype = torch.bfloat16 if sizes.element_bytes == 2 else torch.float32
+        places = model.top_k * sizes.layout.etp
+        rows = sizes.tokens, places, sizes.room.rows, model.hidden_size
+        return 2 * max(nvshmem.bytes_of(*rows, dtype, model.top_k, ranks), nvshmem.MIN_BYTES)
     if moe.dispatcher != "symm":
         return 0
     exchange, apart = _shared(sizes, graph)

@@ -28,7 +28,16 @@ CHANNELS = 10
 HANDLE = ("rank_prefix", "channel_prefix", "received_prefix", "source", "in_rank", "send_head")
 """Tensors that dispatch returns for combine, in the order of DeepEP's handle."""
 
+# `get_dispatch_config` and `get_nvl_buffer_size_hint` of DeepEP 1.2.1: a channel holds so many tokens for a
+# rank of the node, each with room for 128 slots and scales
+HELD_TOKENS, RANKS_OF_NODE, EXTRA_BYTES = 256, 8, 128 * (8 + 4 + 4)
+
 _in_use: Any = None
+
+
+def buffer_bytes(hidden: int, ranks: int) -> int:
+    """Return the bytes of the package's buffer of bf16 rows, within a percent."""
+    return CHANNELS * min(ranks, RANKS_OF_NODE) * HELD_TOKENS * (2 * hidden + EXTRA_BYTES)
 
 
 def use_buffer(buffer: Any) -> None:

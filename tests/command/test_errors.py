@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from graphmoe.command.errors import ANSWERS, explain, known_keys, nearest_key, wrong_words
 from graphmoe.command.hydra import to_config
+from graphmoe.plan.pipeline.schedules import SCHEDULES
 from tests.runs import command, hydra_config
 
 
@@ -160,6 +161,8 @@ def test_a_word_for_a_thing_gets_an_answer_about_the_thing():
 
 
 def test_answers_name_keys_and_values_that_there_are():
+    schedules = [f"pipeline.schedule={name}" for name in SCHEDULES]  # v_half is no question about fp16
+    assert [word for word in schedules if wrong_words([word])] == []
     text = " ".join(ANSWERS.values())
     named = re.findall(r"\b[a-z]+(?:\.[a-z_0-9]+)?=[A-Za-z_0-9.:]+\w", text)
     assert len(named) > 15 and [word for word in named if wrong_words([word])] == []

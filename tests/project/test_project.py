@@ -66,7 +66,7 @@ def test_every_rank_is_listed_and_drawn_and_the_worst_is_one_of_them(document, t
     page = tmp_path / "one.html"
     found = document(*SMALL, *words, f"page={page}")
     text = page.read_text()
-    said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "network and overlap are assumed")
+    said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "links between nodes are assumed")
     assert all(each in text for each in (*said, "Not counted in memory: the device"))
     for said in (*MEMORY_KINDS[:-1], "moe_experts", "0..3", "4..7", "card, 141 GB"):
         assert f'"{said}"' in text, said
@@ -143,9 +143,11 @@ hardware=h100 serach=true | error: unknown key 'serach'; did you mean 'search'?
 --hardwar=mi355x | unknown key 'hardwar'; did you mean 'hardware'?
 modle=tiny | error: unknown key or group 'modle' on the command line ('modle=tiny')
 hardware=mi30x | hardware=mi30x is not known; did you mean 'mi300x'?; use one of mi300x
-hardware=a100 | error: hardware=a100 is not known; use one of mi300x, mi325x, mi355x, h100, h200, b200
+hardware=a100 | error: hardware=a100 is not known; use one of mi300x, mi325x, mi355x, mi450, h100, h200
 hardware=h100 nodes=0 | nodes=0 must be 1 or more
 hardware=h100 nodes=2 launch.nodes=2 | launch.nodes=2 and nodes=2 are both given; leave one of the two out
+hardware=h100 gpus_per_node=4 launch.nproc=8 | launch.nproc=8 and gpus_per_node=4 are both given; leave one
+hardware=h100 gpus_per_node=0 | gpus_per_node=0 must be 1 or more
 hardware=h100 launch.fake_world=8 | launch.fake_world=8: the number of ranks is launch.nodes times
 hardware=h100 launch.nproc=4 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 4 ranks
 hardware=h100 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
@@ -176,7 +178,7 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project):
     result = project(*words, f"page={page}")
     assert result.status == 0 and result.err.endswith(f"\nwrote {page}\n")
     assert re.search(r"^about [\d,]+ tokens/s/GPU, [\d.]+ GB: .*parallel\.pp=", result.err, flags=re.M)
-    said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "Recommended *", "*. ", "network and overlap are")
+    said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "Recommended *", "*. ", "links between nodes are")
     said += ("Not counted in memory: the device", "What to type", "plotly", "card, 141 GB", "tokens/s/GPU")
     text = page.read_text()
     assert [each for each in said if each not in text] == [] and "tokens/s/GPU" in result.out
@@ -255,6 +257,8 @@ def test_a_row_of_the_table_of_a_search_is_projected(row, document):
     words += f" pipeline.schedule={name} pipeline.virtual_stages={virtual_stages or 'null'}"
     words += " parallel.cp_method=ring" * ("ring" in layout)
     words += " recompute.ops=[layernorm]" * ("norms again" in layout)
+    words += " moe.dispatcher=symm" * ("symm" in layout)
+    words += " graph.scope=full_iteration" * ("symm" in layout or "EP1" in layout)
     words += " moe.dispatcher=local" * ("parallel.ep=1" in words.split())
     found = document(*shlex.split(words))
     near = "" if found["fits_with_margin"] else ", near the limit"

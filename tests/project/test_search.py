@@ -1,5 +1,6 @@
 """A search finds what brute force finds, and says of each other candidate why it does not run."""
 
+import html
 import itertools
 import re
 import shlex
@@ -68,7 +69,9 @@ def test_the_best_are_those_of_brute_force(small_card):
     assert best["best"] == everything["best"][:5]
     for line in best["others_that_fit"]:
         same = next(other for other in everything["best"] if other["words"] == line["words"])
-        assert same["tokens_per_s_per_gpu"] == pytest.approx(line["about_tokens_per_s_per_gpu"], rel=0.15)
+        # v_min follows times of single stages, which an estimate takes as equal
+        rel = 0.3 if "v_min" in line["words"] else 0.15
+        assert same["tokens_per_s_per_gpu"] == pytest.approx(line["about_tokens_per_s_per_gpu"], rel=rel)
         assert same["memory_gb"]["total"] == pytest.approx(line["total_gb"])
 
 
@@ -90,6 +93,50 @@ def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
     assert rates and all(1.1 * one <= other * 1.001 for one, other in itertools.pairwise(rates))
 
 
+AUTOMATIC = ("graph.scope=auto", "pipeline.ep_overlap=auto")
+
+
+def test_a_search_varies_dispatcher_scope_overlap_and_layers_to_recompute(monkeypatch):
+    words = ("parallel.tp=1", "parallel.cp=1", "compile.enabled=true", "train.micro_batch_size=1", *AUTOMATIC)
+    found = on_card(SMALL["memory_gb"], monkeypatch, *words)
+    of_words = [line["words"] for line in [*found["best"], *found["others_that_fit"]]]
+    shared = [each for each in of_words if "parallel.pp=1 parallel.ep=8" in each]
+    chosen = ("moe.dispatcher", "graph.scope", "pipeline.ep_overlap")  # a run chooses the fastest by itself
+    assert shared and not any(key in each for each in shared for key in chosen)
+    assert not any("ep_overlap" in each for each in found["others_that_fit"] if "pp=1 " not in each["words"])
+    for fixed, missing in (("moe.dispatcher=alltoall", "symm"), ("graph.scope=none", "full_iteration")):
+        of_fixed = on_card(SMALL["memory_gb"], monkeypatch, *words[:-2], "parallel.ep=8", fixed)
+        assert of_fixed["best"] and not any(missing in line["words"] for line in of_fixed["best"])
+        assert not any(fixed in line["words"] for line in of_fixed["best"])
+
+
+def test_other_dispatchers_name_themselves_and_uncaptured_pipelines_their_scope(small_card):
+    tried = Candidates(configured(*AUTOMATIC), small_card, frozenset())
+    plain = [modes for modes in tried.layouts() if modes[0][0].layout.tp == modes[0][0].layout.cp == 1]
+    ways = {(modes[0][0].layout.pp, modes[0][0].layout.ep): modes for modes in plain}
+    for pp, ep, scope in ((1, 8, "partial"), (2, 4, "none")):
+        (first, _), (second, problems) = ways[pp, ep]
+        assert first.config.moe.dispatcher == "symm" and "moe.dispatcher" not in first.words
+        assert (first.config.graph.scope, first.config.pipeline.ep_overlap) == ("full_iteration", pp == 1)
+        assert second.config.moe.dispatcher == "alltoall" and " moe.dispatcher=alltoall" in second.words
+        assert second.config.graph.scope == scope and not problems
+        assert ("graph.scope=none" in second.words) == (scope == "none")
+        captured = [one for changes in tried.variants(second) for one in changes]
+        assert [one.words.endswith("graph.scope=partial") for one in captured] == [True] * (pp > 1)
+
+
+def test_recompute_of_some_layers_takes_the_place_of_that_of_all(small_card):
+    tried = Candidates(configured(*AUTOMATIC), small_card, frozenset())
+    of_layouts = (modes[0][0] for modes in tried.layouts())
+    whole = next(one for one in of_layouts if (one.layout.pp, one.layout.ep) == (4, 2))
+    pairs, changes = tried.variants(tried.recomputing(whole, "recompute=all"))
+    assert [one.words.endswith(" pipeline.ep_overlap=true") for one in pairs] == [True]
+    kinds = [one.kind for one in changes]
+    assert kinds == [f"recompute.layer_ids=[{','.join(map(str, range(n)))}]" for n in (1, 3, 4)]
+    assert all(one.kind in one.words and "recompute=all" not in one.words for one in changes)
+    assert [[*one.config.recompute.layer_ids] for one in changes] == [[0], [0, 1, 2], [0, 1, 2, 3]]
+
+
 def test_a_node_may_have_any_number_of_gpus(small_card):
     words = ("launch.nproc=6", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=1")
     command = searched(small_card, *words, "train.global_batch_size=12")["recommended"]["command"]
@@ -106,7 +153,7 @@ def test_precision_varies_where_it_is_asked_for(small_card):
     found = {recipe: [x for x in both["best"] if x["fp8"] == recipe] for recipe in ("none", "rowwise")}
     of_words = [[{k: v for k, v in x.items() if k != "command"} for x in lines] for lines in found.values()]
     assert of_words[0] == plain["best"] and of_words[1]
-    in_bf16 = {line["words"] for line in of_words[0]}
+    in_bf16 = {line["words"] for line in of_words[0]}  # with the same dispatcher too
     assert {line["words"].replace(" precision.fp8=rowwise", "") for line in of_words[1]} <= in_bf16
     estimated = searched(replace(small_card, try_fp8=True, top=1), *words)["others_that_fit"]
     sizes = {line["words"]: line["memory_gb"]["total"] for line in both["best"]}
@@ -155,15 +202,16 @@ def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_li
     assert found["recommended"]["command"] in text and "the fastest that is not near the limit" in text
     assert "! Near the limit: " not in text  # only what leaves a margin is listed
     write_search(tmp_path / "page.html", "command", found)
-    page = (tmp_path / "page.html").read_text()
+    page = html.unescape((tmp_path / "page.html").read_text())
     assert found["recommended"]["command"] in page and "<td>! " not in page
 
 
 @pytest.mark.slow
 def test_where_nothing_leaves_a_margin_the_fastest_is_recommended_with_a_warning(small_card, monkeypatch):
-    everything = on_card(SMALL["memory_gb"], monkeypatch, *NARROW)
+    words = (*NARROW, "parallel.ep=1")  # others have slower modes that need less
+    everything = on_card(SMALL["memory_gb"], monkeypatch, *words)
     least = min(line["memory_gb"]["total"] for line in everything["best"])
-    found = on_card(1.01 * least, monkeypatch, *NARROW)
+    found = on_card(1.01 * least, monkeypatch, *words)
     assert not any(line["fits_with_margin"] for line in found["best"])
     assert found["recommended"]["words"] == found["best"][0]["words"]
     shown = text_of(render_search(found), width=1000)
@@ -178,8 +226,10 @@ def test_a_layout_near_the_limit_is_listed_again_with_what_leaves_a_margin(monke
     found = on_card(1.01 * totals["recompute=none"], monkeypatch, *fixed)
     listed = {line["recompute"]: line["fits_with_margin"] for line in found["best"]}
     assert listed.pop("recompute=none") is False
-    (other,) = listed
+    (other,) = totals.keys() & listed
     assert listed[other] and totals[other] < 0.96 * totals["recompute=none"]
+    # recompute of some layers too, if that is faster
+    assert all(fits and "layer_ids=[0" in kind for kind, fits in listed.items() if kind != other)
 
 
 def total_gb(words: str, *fixed: str) -> float:
@@ -297,7 +347,7 @@ def test_keys_of_the_command_line_stay(small_card):
 def layouts_of(*words):
     args = ProjectArgs("h200", search=True)
     run = resolve(completed(configured(*words), args))
-    return [each for each, _ in Candidates(run, args, frozenset()).layouts()]
+    return [each for modes in Candidates(run, args, frozenset()).layouts() for each, _ in modes]
 
 
 def test_experts_are_cut_only_where_there_are_too_few_to_share():

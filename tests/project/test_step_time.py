@@ -10,14 +10,17 @@ from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.runs import projected_run
 from graphmoe.config.schema import ConfigError, Fp8Recipe, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
-from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
-from graphmoe.plan.costs.rates import CLASSES, FP8, FP8_RATES, Speeds, default_rates, rates_of
-from graphmoe.plan.costs.segment_times import REPLICA_PLAN
+from graphmoe.plan.costs.hardware import CARDS, GB300, H200, MI300X
+from graphmoe.plan.costs.rates import CLASSES, FP8, FP8_RATES, Rates, Speeds, default_rates, rates_of
+from graphmoe.plan.costs.segment_times import REPLICA_PLAN, REPLICAS
+from graphmoe.plan.experts import SLACK
 from graphmoe.plan.rules import resolve
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
+from graphmoe.project.step_time import short_plan, step_time
 from graphmoe.project.tables import render
-from graphmoe.training.memory import allocated_bytes
+from graphmoe.runtime.dispatch.nvshmem import MIN_BYTES
+from graphmoe.training.memory import allocated_bytes, memory_of_places
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import ROOT, config, text_of
 from tests.test_docs import rows_below
@@ -48,32 +51,50 @@ def test_every_card_has_a_projection(card):
 
 def test_zero_bubble_schedules_wait_less_than_1f1b():
     words = ("parallel.pp=4", "model.num_layers=8", "train.global_batch_size=64", "compile.enabled=true")
+    words += ("graph.scope=full_iteration",)  # or the host is slower than so small a model
     names = ("gpipe", "1f1b", "zb1p")
     gpipe, one_f, zero = (document("h200", *words, f"pipeline.schedule={x}")["bubble"] for x in names)
     assert 0 < zero < one_f == pytest.approx(gpipe, rel=0.05)
 
 
-@pytest.mark.parametrize(("recipe", "size"), [("none", 2), ("rowwise", 1)])
-def test_replicas_cost_a_plan_and_their_traffic(recipe, size):
-    """Weights of one expert come in the forward and again in the backward, and a gradient goes home."""
+@pytest.mark.parametrize(("recipe", "size", "barriers"), [("none", 2, (0, 0, 1)), ("rowwise", 1, (2, 2, 2))])
+def test_replicas_cost_a_plan_barriers_and_traffic_and_even_ranks_out(recipe, size, barriers):
+    """Weights are fetched in the forward and again in the backward, and a gradient goes to its owner."""
     words = ("parallel.ep=8", "moe.dispatcher=symm", f"precision.fp8={recipe}", "moe.receive_budget=1.015625")
+    even = replace(NVIDIA, load_spread=0.0)
     plain, balanced = (  # both with as much room
-        document("h200", *words, f"moe.balance={balance}") for balance in ("none", "replicas")
+        by_segment(even, *words, f"moe.balance={balance}") for balance in ("none", "replicas")
     )
-
-    def more(way: str) -> dict[str, float]:
-        before, after = (found["time_s"][f"{way}_by_segment"] for found in (plain, balanced))
-        return {name: after[name] - before[name] for name in before if after[name] != before[name]}
-
-    forward, backward = more("forward"), more("backward")
-    of_expert = Speeds(H200, NVIDIA).pass_on(3 * 128 * 80, in_node=True)
-    assert forward == pytest.approx({"moe_preprocess": REPLICA_PLAN, "moe_experts": size * of_expert})
-    assert backward == pytest.approx({"moe_experts": (size + 4) * of_expert})
-    assert balanced["buffers_gb"]["dispatch"] > plain["buffers_gb"]["dispatch"]
-    assert ["on each rank: 1; the time below" in text_of(render(each)) for each in (plain, balanced)] == [
-        False,
-        True,
+    of_expert, barrier = REPLICAS * Speeds(H200, NVIDIA).pass_on(3 * 128 * 80, in_node=True), 36.6e-6
+    first, again, home = (barrier * count for count in barriers)
+    # rows beyond the mean, of which the fullest rank has a 64th
+    slack = 1 + 1 / SLACK
+    for way, more in (
+        ("forward", size * of_expert + first),
+        ("backward", (size + 4) * of_expert + again + home),
+    ):
+        before, after = plain[way], balanced[way]
+        products = before["moe_experts"] - NVIDIA.segment_us * 1e-6
+        assert after["moe_experts"] == pytest.approx(
+            before["moe_experts"] + more + products * (slack - 1), rel=1e-3
+        )
+        planned = REPLICA_PLAN + 2 * barrier if way == "forward" else 0
+        assert after["moe_preprocess"] == pytest.approx(before["moe_preprocess"] + planned)
+    uneven = by_segment(NVIDIA, *words, "moe.balance=none")
+    assert uneven["forward"]["moe_experts"] > balanced["forward"]["moe_experts"] - first - size * of_expert
+    shown = [
+        text_of(render(document("h200", *words, f"moe.balance={each}"))) for each in ("none", "replicas")
     ]
+    assert ["on each rank: 1; the time below" in text for text in shown] == [False, True]
+
+
+def by_segment(rates: Rates, *words: str) -> dict[str, dict[str, float]]:
+    run = config(*MODEL, *EIGHT, *words)
+    plan = short_plan(completed(run, args := ProjectArgs("h200")), args.num_ranks)
+    times = step_time(
+        plan, plan.sizes(on_nvidia=True), memory_of_places(plan, on_nvidia=True), Speeds(H200, rates)
+    )
+    return {way: times["time_s"][f"{way}_by_segment"] for way in ("forward", "backward")}
 
 
 def rate_of(schedule: str) -> float:
@@ -103,14 +124,22 @@ def test_what_is_computed_again_takes_time():
 def test_rates_of_nvidia_are_those_of_the_raw_data():
     one, two = (json.loads((RAW / name).read_text())["rates"] for name in ("rates.json", "links.json"))
     eight = json.loads((RAW_FP8 / "rates.json").read_text())["rates"]
+    in_steps = json.loads((RAW / "in_steps.json").read_text())["points"]
     for name in CLASSES:
         points = (eight if name.startswith(FP8) else one)[name]
+        points = sorted([*points, *(share_in_step(each) for each in in_steps if each["rate"] == name)])
         expected = [(round(kind), size, pytest.approx(share, rel=5e-3)) for kind, size, share in points]
         assert list(getattr(NVIDIA, name)) == expected, name
     assert NVIDIA.fp8_quantise == pytest.approx(eight["fp8_quantise"], rel=5e-3)
     for name in ("hbm", "segment_us"):
         assert getattr(NVIDIA, name) == pytest.approx((one[name] + two[name]) / 2, rel=5e-3)
     assert (NVIDIA.node, NVIDIA.host_us) == pytest.approx((two["node"], one["host_us"]), rel=1e-2)
+
+
+def share_in_step(point: dict[str, Any]) -> list[float]:
+    """Return a point of a kernel in a whole step, at the clock of a step that does nothing else."""
+    share = point["flops"] / point["ms"] * 1e3 / (H200.tflops * (1 + point["rate"].startswith(FP8)) * 1e12)
+    return [point["kind"], point["size"], share * (1 + NVIDIA.power_cap * point["gemm_share"])]
 
 
 @pytest.mark.parametrize("folder", [RAW, pytest.param(RAW / "again", marks=pytest.mark.slow)])
@@ -147,9 +176,10 @@ def test_the_table_of_products_in_8_bits_has_what_is_projected_beside_the_raw_ru
 
 def test_a_report_says_where_its_rates_are_from():
     for found, words in (
-        (document("mi355x"), "assumed rates"),
-        (document("h200"), "rates measured on H200s; network and overlap are assumed"),
-        (document("h100"), "rates measured on H200s, and assumed to hold for H100; network"),
+        (document("mi355x"), "rates fitted to 24 published points"),
+        (document("mi450"), "rates fitted to 24 published points; MI450 is only announced"),
+        (document("h200"), "rates measured on H200s; links between nodes are assumed"),
+        (document("gb300"), "rates measured on H200s, and assumed to hold for GB300; links"),
         (document("mi300x", rates=RAW / "rates.json"), "the rates of "),
     ):
         assert found["rates_from"].startswith(words)
@@ -213,9 +243,32 @@ def test_a_step_is_no_shorter_than_the_host_needs_for_its_starts():
     assert whole["time_s"]["host"] == 0
 
 
+def test_a_rack_has_nodes_of_four_whose_ranks_fast_links_join():
+    words = ("parallel.ep=16", "model.num_experts=16", "launch.nproc=4", "moe.dispatcher=alltoall")
+    rack, cluster = (document(card, *words, nodes=4) for card in ("gb200", "b200"))
+    assert (rack["nodes"], rack["num_ranks"], rack["layout"]["ep"]) == (4, 16, 16)
+    assert rack["time_s"]["exposed_exchange"] < cluster["time_s"]["exposed_exchange"]
+    assert (
+        ProjectArgs("gb300", nodes=18).num_ranks == 72 and ProjectArgs("h200", gpus_per_node=3).num_ranks == 3
+    )
+
+
+def test_what_a_dispatcher_shares_with_peers_is_memory():
+    words = ("parallel.ep=8", "moe.balance=none", "compile.enabled=true", "model.hidden_size=256")
+    sizes = {
+        name: document("h200", *words, f"moe.dispatcher={name}")["buffers_gb"].get("dispatch", 0)
+        for name in ("alltoall", "symm", "nvshmem", "deepep")
+    }
+    assert sizes["alltoall"] == 0 < sizes["symm"] and sizes["nvshmem"] >= 2 * MIN_BYTES / 1e9
+    # ten channels, each with 256 rows of 256 bf16 numbers and 2 KiB for each of eight ranks
+    assert sizes["deepep"] == pytest.approx(10 * 8 * 256 * (2 * 256 + 2048) / 1e9)
+
+
 def test_what_leaves_the_node_takes_the_network():
     speeds = Speeds(MI300X, NVIDIA)
     assert speeds.exchange(1e9, 1) == 0
     assert speeds.exchange(1e9, 8) == pytest.approx(1e9 * 7 / 8 / (448e9 * NVIDIA.node))
-    assert speeds.exchange(1e9, 16) == pytest.approx(1e9 * 8 / 16 / (50e9 * NVIDIA.network))
-    assert speeds.exchange(1e9, 4, stride=8) == pytest.approx(1e9 * 3 / 4 / (50e9 * NVIDIA.network))
+    assert speeds.exchange(1e9, 16) == pytest.approx(1e9 * 8 / 16 / (50e9 * NVIDIA.network_alltoall))
+    assert speeds.exchange(1e9, 4, stride=8) == pytest.approx(1e9 * 3 / 4 / (50e9 * NVIDIA.network_alltoall))
+    assert speeds.gather(1e9, 16) > speeds.gather(1e9, 8) > Speeds(GB300, NVIDIA).gather(1e9, 16)
+    assert Speeds(GB300, NVIDIA).exchange(1e9, 64) == pytest.approx(1e9 * 63 / 64 / (900e9 * NVIDIA.node))

@@ -33,7 +33,9 @@ CASES = {  # words; devices; dispatcher, scope, overlap, size; what the reasons 
     "two nodes of two": (
         f"launch.nproc=2 {BATCH}32", FOUR._replace(per_node=2), "alltoall partial false 8", "several nodes",
     ),
-    "two nodes of four": (f"{BATCH}32", FOUR._replace(num_ranks=8), "symm full_iteration true 2", "one node"),
+    "two nodes of four": (
+        f"{BATCH}32", FOUR._replace(num_ranks=8), "symm full_iteration false 4", "one node",
+    ),
     "one sequence a rank": (f"{BATCH}4", FOUR, "symm full_iteration false 1", "one node"),
     "three sequences a rank": (f"{BATCH}12", FOUR, "symm full_iteration true 1", "one node"),
     "a pipeline": (f"parallel.pp=2 parallel.ep=2 {BATCH}64", FOUR, "symm full_iteration false 4", "2 ranks"),

@@ -24,6 +24,14 @@ class Card:
     """Peak speed to one other GPU: all links through NVSwitch, one of seven between AMD GPUs."""
     network_gb_per_s: float
     per_node: int = GPUS_PER_NODE
+    domain: int = 0
+    """GPUs of several nodes that fast links join; 0: those of a node."""
+    is_announced: bool = False
+    """True if the vendor has announced the card, and no data sheet is public."""
+
+    @property
+    def linked(self) -> int:
+        return self.domain or self.per_node
 
     @property
     def fp8_tflops(self) -> float:
@@ -33,8 +41,8 @@ class Card:
     @property
     def gpu(self) -> Gpu:
         if self.is_nvidia:
-            return Gpu(major=10 if self.name == "B200" else 9, cuda=(12, 9))
-        return Gpu("gfx950" if self.name == "MI355X" else "gfx942")
+            return Gpu(major=9 if self.name.startswith("H") else 10, cuda=(12, 9))
+        return Gpu("gfx942" if self.name.startswith("MI3") and self.name != "MI355X" else "gfx950")
 
     @property
     def is_nvidia(self) -> bool:
@@ -57,7 +65,15 @@ H200 = Card("H200", 989.4, 141, 4.8, 450, 450, _NIC_GB_PER_S)
 # NVIDIA HGX B200 data sheet: 180 GB HBM3e (1.44 TB of eight), 8 TB/s; NVLink of 1.8 TB/s both ways
 B200 = Card("B200", 2250.0, 180, 8.0, 900, 900, _NIC_GB_PER_S)
 
-CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
+# NVIDIA GB200 NVL72 data sheet, per GPU: 186 GB HBM3e, 8 TB/s; racks of 18 nodes; ConnectX-7
+GB200 = Card("GB200", 2500.0, 186, 8.0, 900, 900, _NIC_GB_PER_S, per_node=4, domain=72)
+# NVIDIA GB300 NVL72 data sheet, per GPU: 279 GB HBM3e (20 TB of 72), 8 TB/s; ConnectX-8 of 800 Gb/s
+GB300 = Card("GB300", 2500.0, 279, 8.0, 900, 900, 100.0, per_node=4, domain=72)
+# AMD Instinct MI455X in Helios racks, only announced (Advancing AI 2025, CES 2026): 20 PFLOP/s fp8, bf16
+# assumed half of it; 432 GB HBM4, 19.6 TB/s; 3.6 TB/s both ways to 71 others; 300 GB/s between racks
+MI450 = Card("MI450", 10_000.0, 432, 19.6, 1800, 1800, 300.0, 4, 72, is_announced=True)
+
+CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, MI450, H100, H200, B200, GB200, GB300)}
 
 
 # (words of a device's name, dense bf16 TFLOP/s). Names of `CARDS` are tried later: some are words in these.
@@ -68,8 +84,6 @@ _OTHER_PEAKS: tuple[tuple[str, float], ...] = (
     ("MI250X", 383.0),
     ("MI250", 362.1),
     ("MI210", 181.0),
-    # NVIDIA Blackwell: HGX B200 (8 GPUs) and GB200 NVL72 data sheets, per GPU
-    ("GB200", 2500.0),
     # NVIDIA H200, GH200 and H100 data sheets; the PCIe and NVL forms have lower clocks
     ("H200 NVL", 835.5),
     ("GH200", 989.4),

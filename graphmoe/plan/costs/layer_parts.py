@@ -2,15 +2,20 @@
 
 import functools
 import math
+import operator
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.rates import FP8, FP32, ROWWISE, Fp8Dense, Product, Sides, Speeds, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import balanced_load
+from graphmoe.plan.experts import SLACK, balanced_load
 from graphmoe.plan.layout import Axis
+
+# of alltoall in an exchange, on average: counts, rows, weights and numbers there; rows back; two gradients
+COLLECTIVES = 2
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,51 @@ def experts(sizes: Sizes, speeds: Speeds) -> Product:
 
 
 @functools.lru_cache(maxsize=1024)
+def fullest(sizes: Sizes, speeds: Speeds) -> float:
+    """Return the expected load of the fullest rank over the mean, which the others wait for.
+
+    Experts' loads have the standard deviation ``load_spread`` under natural routing; the largest of n
+    normal sums is by Blom's formula. Replicas even all ranks out, up to their slack.
+    """
+    ranks = sizes.layout.ep
+    if ranks == 1:
+        return 1.0
+    if sizes.replica_slots:
+        return 1 + 1 / SLACK
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1 + speeds.rates.load_spread * largest * math.sqrt(ranks / sizes.model.num_experts)
+
+
+def hidden(sizes: Sizes, speeds: Speeds) -> float:
+    """Return the share of an exchange that overlap saves: none if kernels take SMs from the GEMMs."""
+    return speeds.rates.hidden_exchange if sizes.overlaps and sizes.block else 0.0
+
+
+def exchange(sizes: Sizes, speeds: Speeds, num_bytes: float) -> float:
+    """Return the exposed seconds of a dispatch or combine that brings ``num_bytes`` to a mean rank."""
+    layout, rates = sizes.layout, speeds.rates
+    ranks = layout.size("ep_etp")
+    if ranks == 1:
+        return 0.0
+    in_node = speeds.in_node(ranks)
+    near, far = num_bytes * (in_node - 1) / ranks, num_bytes * (ranks - in_node) / ranks
+    if sizes.dispatcher == "symm":
+        shares, latency_us = (rates.copy_engine if sizes.block else rates.pull, 1.0), rates.barrier_us
+    elif sizes.dispatcher in ("deepep", "turbo"):
+        shares, latency_us = (rates.deepep, rates.network), rates.deepep_us
+        if ranks > in_node:  # a token is sent once to each node, and forwarded there
+            nodes = replace(layout, ep=ranks // in_node, etp=1)
+            rows = (balanced_load(sizes.model, each, sizes.tokens).rows for each in (nodes, layout))
+            far = num_bytes * operator.truediv(*rows) * (1 - in_node / ranks)
+    elif sizes.dispatcher == "nvshmem":
+        shares, latency_us = (rates.pull, rates.network), 2 * rates.collective_us
+    else:
+        shares, latency_us = (rates.node, rates.network_alltoall), COLLECTIVES * rates.collective_us
+    seconds = speeds.sent(near, far, *shares) * fullest(sizes, speeds)
+    return seconds * (1 - hidden(sizes, speeds)) + latency_us * 1e-6
+
+
+@functools.lru_cache(maxsize=1024)
 def weight_forms(sizes: Sizes, speeds: Speeds, name: str) -> float:
     elements = sum(math.prod(matrices) for _, *matrices in fp8_weights(sizes, name))
     return speeds.weight_forms(elements, sizes.element_bytes)
@@ -143,7 +193,7 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
         return 0.0, 0.0
     block = e * sizes.gathered / layout.tp * sizes.kv_heads * (facts.head + facts.value)
     # a block is sent while the GEMMs on it run; in the backward its fp32 gradients too
-    passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= speeds.card.per_node)
+    passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= speeds.card.linked)
     gradients, steps = passing * FP32 / e, layout.cp - 1
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
     # the last gradients return to their owner after all GEMMs (`graphmoe.ops.ring_attention`)

@@ -21,10 +21,12 @@ from graphmoe.plan.costs.hardware import H200, Card
 FP8 = "fp8_"  # prefix of rates of fp8 GEMMs, as shares of the fp8 peak
 # the format that is modelled; `Format.rates` counts others as it, or refuses them
 ROWWISE = FORMATS[Fp8Recipe.rowwise]
+PUBLISHED = 24  # runs on AMD's cards that amd.json is fitted to: tests/project/test_published.py has them
 LARGEST = 1e300
 Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
 Part = Annotated[float, Meta(gt=0, le=1)]
 Time = Annotated[float, Meta(ge=0, lt=LARGEST)]
+Hidden = Annotated[float, Meta(ge=0, le=1)]
 Point = tuple[Size, Size, Part]  # two sizes of a GEMM, named by `CLASSES`, and its share of the peak
 # share of a peak, 0 to 1, for all sizes or as measured points
 Share = Part | Annotated[tuple[Point, ...], Meta(min_length=1)]
@@ -67,16 +69,37 @@ class Rates:
     """Quantization to fp8: bytes read and written, as a share of memory bandwidth."""
     hbm: Part
     """Memory-bound work: norms, activations, routing, the optimizer."""
+    passes: Size
+    """Times that a layer reads or writes its saved bytes and their gradients, forward and backward."""
+    power_cap: Hidden
+    """Slowdown of GEMMs by the card's power limit in a step that does nothing else."""
+    load_spread: Annotated[float, Meta(ge=0, lt=10)]
+    """Standard deviation of experts' loads over their mean, of natural routing without replicas."""
     node: Part
+    """Collectives between GPUs of a node; the rates below replace it in dispatch and combine."""
     network: Part
-    hidden_exchange: Annotated[float, Meta(ge=0, le=1)]
-    """Share of dispatch and combine that pipeline.ep_overlap=true hides."""
-    hidden_gradients: Annotated[float, Meta(ge=0, le=1)]
+    """Links between nodes, but for all-to-all collectives."""
+    network_alltoall: Part
+    pull: Part
+    """moe.transport=pull: kernels that read peers' memory."""
+    copy_engine: Part
+    """moe.transport=copy_engine, with packing."""
+    deepep: Part
+    """Kernels of DeepEP and of its port in Primus-Turbo."""
+    hidden_exchange: Hidden
+    """Share of dispatch and combine that pipeline.ep_overlap=true saves, after GEMMs that it slows."""
+    hidden_gradients: Hidden
     """Share of gradient and weight communication that computation hides."""
     segment_us: Time
     """Launch and tail overhead of a segment on the device, forward; the same backward."""
     host_us: Time
     """Host time to launch a segment or graph, forward; the same backward."""
+    barrier_us: Time
+    """A barrier of symm's ranks, with the wait for the last one."""
+    collective_us: Time
+    """Latency of a collective, with the wait for the last rank."""
+    deepep_us: Time
+    """Latency of an exchange by DeepEP."""
 
 
 _DENSE, _GROUPED, _SCORES = (
@@ -106,16 +129,14 @@ def share_at(share: Share, kind: float, size: float) -> float:
     if isinstance(share, float | int):
         return share
     nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
-    points = np.log(sorted(point[1:] for point in share if point[0] == nearest_kind))
-    return math.exp(np.interp(math.log(size), points[:, 0], points[:, 1]))
+    # seconds per FLOP are linear in 1 / size: fixed costs are divided by more work
+    points = 1 / np.array(sorted((point[1:] for point in share if point[0] == nearest_kind), reverse=True))
+    return float(1 / np.interp(1 / size, points[:, 0], points[:, 1]))
 
 
 @functools.cache
 def default_rates(*, is_nvidia: bool) -> Rates:
-    """Return a vendor's default rates, measured on H200s (docs/benchmarks/projection_h200).
-
-    Assumed, not measured: network, hidden shares of communication, other NVIDIA GPUs, all AMD GPUs.
-    """
+    """Return a vendor's default rates: of H200s measured, of AMD's cards fitted (docs/projection.md)."""
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
@@ -129,8 +150,10 @@ def ceilings() -> Rates:
     """Return the rates that lower bounds of times assume: the best shares of peaks, and no overheads."""
     found = dataclasses.asdict(default_rates(is_nvidia=True))
     found |= {name: FP8_CEILING if name.startswith(FP8) else BF16_CEILING for name in CLASSES}
-    found |= {"hbm": HBM_CEILING, "fp8_quantise": HBM_CEILING, "node": 1.0, "network": 1.0}
-    found |= {name: 0.0 for name in found if name.startswith("hidden_") or name.endswith("_us")}
+    found |= {"hbm": HBM_CEILING, "fp8_quantise": HBM_CEILING, "passes": 3.5}  # a write and 2.5 reads
+    found |= dict.fromkeys(("node", "network", "network_alltoall", "pull", "copy_engine", "deepep"), 1.0)
+    nothing = "hidden_exchange", "hidden_gradients", "power_cap", "load_spread"
+    found |= {name: 0.0 for name in found if name in nothing or name.endswith("_us")}
     return Rates(**found)
 
 
@@ -155,9 +178,10 @@ def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
 
 def _source_of_defaults(card: Card) -> str:
     if not card.is_nvidia:
-        return "assumed rates"
+        known = f"rates fitted to {PUBLISHED} published points"
+        return f"{known}; {card.name} is only announced" if card.is_announced else known
     of_others = "" if card.name == H200.name else f", and assumed to hold for {card.name}"
-    return f"rates measured on H200s{of_others}; network and overlap are assumed"
+    return f"rates measured on H200s{of_others}; links between nodes are assumed"
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:
@@ -256,21 +280,21 @@ class Speeds:
 
     def exchange(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return seconds of an all-to-all of ``num_bytes`` among ranks, numbered ``stride`` apart."""
-        if ranks == 1:
-            return 0.0
-        in_node = self._in_node(ranks, stride)
-        return max(
-            num_bytes * (in_node - 1) / ranks / self._node,
-            # bytes for other nodes use the rank's own NIC
-            num_bytes * (ranks - in_node) / ranks / self._network,
-        )
+        in_node = self.in_node(ranks, stride)
+        sent = num_bytes * (in_node - 1) / ranks, num_bytes * (ranks - in_node) / ranks
+        return self.sent(*sent, self.rates.node, self.rates.network_alltoall)
+
+    def sent(self, in_node: float, between: float, node: float, network: float) -> float:
+        """Return seconds to send bytes at shares of the links in a node, and of the rank's own NIC."""
+        card = self.card
+        return max(in_node / (card.node_gb_per_s * node), between / (card.network_gb_per_s * network)) / 1e9
 
     def gather(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return seconds of an all-gather to ``num_bytes`` on each rank, or of a reduce-scatter from them."""
         if ranks == 1:
             return 0.0
-        in_node = self._in_node(ranks, stride)
-        return max(
+        in_node = self.in_node(ranks, stride)
+        return self.rates.collective_us * 1e-6 + max(
             num_bytes * (ranks - 1) / ranks / self._node,
             # bytes of other nodes enter each node once, over the NICs of all its ranks
             num_bytes * (ranks - in_node) / ranks / in_node / self._network,
@@ -287,5 +311,6 @@ class Speeds:
     def _network(self) -> float:
         return self.card.network_gb_per_s * 1e9 * self.rates.network
 
-    def _in_node(self, ranks: int, stride: int) -> int:
-        return max(min(ranks, self.card.per_node // stride), 1)
+    def in_node(self, ranks: int, stride: int = 1) -> int:
+        """Return how many of a group's ranks, numbered ``stride`` apart, fast links join."""
+        return max(min(ranks, self.card.linked // stride), 1)

@@ -14,8 +14,11 @@ from graphmoe.plan.costs.layer_parts import (
     along_tp,
     attention_parts,
     dense_ffn_size,
+    exchange,
     experts,
+    fullest,
     gate,
+    hidden,
     swiglu,
     travelling_bytes,
     weight_forms,
@@ -31,7 +34,8 @@ MOVED = 1.5  # times that each saved byte is read or written in the forward
 
 # seconds to plan replicas: measured on an H200, 8 ranks, 256 experts, without gathering counts
 REPLICA_PLAN = 50e-6
-REPLICAS = 1  # replicas of a rank in a layer if routing is nearly balanced
+# replicas of a rank in a layer: 12 of 2 ranks and 11 layers, measured with the load `early`
+REPLICAS = 0.5
 
 
 @dataclass(frozen=True)
@@ -62,29 +66,17 @@ def sum_of(name: str, times: Iterable[SegmentTime]) -> SegmentTime:
 
 
 def times_of_layers(
-    sizes: Sizes,
-    speeds: Speeds,
-    recompute: Recompute,
-    indices: Sequence[int],
-    *,
-    host_counts: bool,
-    hidden: float,
+    sizes: Sizes, speeds: Speeds, recompute: Recompute, indices: Sequence[int]
 ) -> list[list[SegmentTime]]:
-    """Return the times of several layers' segments; equal layers share one list.
-
-    ``hidden``: share of dispatch and combine that overlaps compute. ``host_counts``: the dispatcher counts
-    tokens on the host, so that dgrad includes the experts' wgrad.
-    """
+    """Return the times of several layers' segments; equal layers share one list."""
     dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
     kinds = [(i < dense, i in recompute.layers, i in sizes.fp8_skips) for i in indices]
     alike = [firsts.setdefault(kind, index) for kind, index in zip(kinds, indices, strict=True)]
-    return [_times_of_layer(sizes, speeds, recompute, index, host_counts, hidden) for index in alike]
+    return [_times_of_layer(sizes, speeds, recompute, index) for index in alike]
 
 
 @functools.lru_cache(maxsize=4096)
-def _times_of_layer(
-    sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int, host_counts: bool, hidden: float
-) -> list[SegmentTime]:
+def _times_of_layer(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> list[SegmentTime]:
     # each tensor is written in bf16 too, before it is rounded
     kept, model = layer_activations(sizes.plain, Recompute(), index), sizes.model
     sizes = sizes.of_layer(index)
@@ -93,7 +85,7 @@ def _times_of_layer(
         mlp = _mlp("mlp", sizes, speeds, kept)
         times = [_attention(sizes, speeds, kept), mlp]
     else:
-        times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
+        times = [*_moe(sizes, speeds, kept)]
     return [
         replace(
             time,
@@ -107,14 +99,12 @@ def _times_of_layer(
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
     """Return the times of all segments of a stage, layer by layer in the order of the model."""
     model, found = config.model, list[SegmentTime]()
-    hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
-    counts = config.moe.dispatcher == "alltoall"
     if pieces.embed:
         found.append(embed_time(sizes, speeds))
     recompute = Recompute.of(config.recompute)
     of_mtp = [model.num_layers + k for k in pieces.mtp]
     indices = (*pieces.layers, *of_mtp)
-    for times in times_of_layers(sizes, speeds, recompute, indices, host_counts=counts, hidden=hidden):
+    for times in times_of_layers(sizes, speeds, recompute, indices):
         found += times
     found += [join_time(sizes, speeds)] * len(of_mtp)
     if pieces.loss:
@@ -172,32 +162,33 @@ def _mlp(name: str, sizes: Sizes, speeds: Speeds, kept: Bytes) -> SegmentTime:
     return _segment(name, swiglu(sizes, speeds, name), kept[name], (exchange, exchange), speeds)
 
 
-def _moe(
-    sizes: Sizes, speeds: Speeds, kept: Bytes, *, host_counts: bool, hidden: float
-) -> Iterator[SegmentTime]:
-    model, none = sizes.model, (0.0, 0.0)
+def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes) -> Iterator[SegmentTime]:
+    model, none, rates = sizes.model, (0.0, 0.0), speeds.rates
     yield _attention(sizes, speeds, kept)
     yield _segment("moe_router", [gate(sizes, speeds)], kept["moe_router"], none, speeds)
-    planning = REPLICA_PLAN if sizes.replica_slots else 0.0
+    has_replicas, barrier = bool(sizes.replica_slots), rates.barrier_us * 1e-6
+    # counts of all ranks are gathered between two barriers
+    planning = has_replicas * (REPLICA_PLAN + 2 * barrier)
     yield _segment("moe_preprocess", [], kept["moe_preprocess"], (planning, 0.0), speeds)
-    ranks = sizes.layout.size("ep_etp")
-    arriving = travelling_bytes(sizes) if ranks > 1 else 0.0
-    sums = speeds.exchange(arriving, ranks) * (1 - hidden)
-    travel = speeds.exchange(travelling_bytes(sizes, fp8=sizes.fp8_rows), ranks) * (1 - hidden)
+    arriving = travelling_bytes(sizes) if sizes.layout.size("ep_etp") > 1 else 0.0
+    sums = exchange(sizes, speeds, arriving)
+    travel = exchange(sizes, speeds, travelling_bytes(sizes, fp8=sizes.fp8_rows))
     dispatch = _segment("moe_dispatch", [], arriving, (travel, sums), speeds)
-    waiting = 2 * speeds.rates.host_us * 1e-6 if host_counts else 0.0
-    yield replace(dispatch, forward=dispatch.forward + waiting)
+    counts_on_host = sizes.dispatcher == "alltoall"
+    yield replace(dispatch, forward=dispatch.forward + counts_on_host * rates.host_us * 1e-6)
     if model.shared_ffn_size:
         yield _mlp("shared_experts", sizes, speeds, kept)
-    products = experts(sizes, speeds)
-    if host_counts:
+    products = Product(*(seconds * fullest(sizes, speeds) for seconds in experts(sizes, speeds)))
+    if counts_on_host:  # its backward is one node, so dgrad includes the experts' wgrad
         products = Product(products.forward, products.inputs + products.weights)
-    shown = 1 - hidden if sizes.brings_weights else 1
-    copies = REPLICAS * shown if sizes.replica_slots else 0
-    pulled = copies * speeds.pass_on(sizes.pulled_bytes, in_node=True)
+    # weights that are sent with the rows need no barrier, and overlap as they do
+    sent_with = sizes.brings_weights
+    shown = REPLICAS * ((1 - hidden(sizes, speeds)) if sent_with else 1.0)
+    pulled = shown * speeds.pass_on(sizes.pulled_bytes, in_node=True) + (0 if sent_with else 2) * barrier
+    home = shown * speeds.pass_on(sizes.expert_elements * FP32, in_node=True) + (2 - sent_with) * barrier
+    pulled, home = has_replicas * pulled, has_replicas * home
     again = 0.0 if sizes.keeps_replicas else pulled
     of_experts = _segment("moe_experts", [products], 0, (pulled, again), speeds)
-    home = copies * speeds.pass_on(sizes.expert_elements * FP32, in_node=True)
     yield replace(of_experts, weights=of_experts.weights + home)
     yield _segment("moe_combine", [], arriving + 2 * sizes.state, (sums, travel), speeds)
 
@@ -205,16 +196,12 @@ def _moe(
 def _segment(
     name: str, products: Iterable[Product], kept: float, exchange: tuple[float, float], speeds: Speeds
 ) -> SegmentTime:
-    # saved bytes are written once and read twice over forward and backward, and so are their gradients
-    moved, launch = kept / speeds.hbm, speeds.rates.segment_us * 1e-6
+    # three of seven passes are of the forward
+    moved, launch = speeds.rates.passes / 7 * kept / speeds.hbm, speeds.rates.segment_us * 1e-6
     forward, inputs, weights = (sum(seconds) for seconds in zip(Product(), *products, strict=True))
     there, back = exchange
     return SegmentTime(
-        name,
-        forward + 1.5 * moved + there + launch,
-        inputs + 2 * moved + back + launch,
-        weights,
-        there + back,
+        name, forward + 3 * moved + there + launch, inputs + 4 * moved + back + launch, weights, there + back
     )
 
 
@@ -274,9 +261,10 @@ def modelled_parts(
 
     ``expert_ranks``: ranks that share the experts. ``joint_experts``: dgrad includes experts' wgrad.
     """
-    sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
+    dispatcher = "alltoall" if joint_experts else "local" if expert_ranks == 1 else "symm"
+    sizes, speeds = _on_a_card(model, seq_len, expert_ranks, dispatcher)
     depths, indices = model.mtp_depth, range(model.num_layers + model.mtp_depth)
-    layers = times_of_layers(sizes, speeds, recompute, indices, host_counts=joint_experts, hidden=0.0)
+    layers = times_of_layers(sizes, speeds, recompute, indices)
     return [
         sum_of("E", [embed_time(sizes, speeds)]),
         *(sum_of("t", times) for times in layers[: model.num_layers]),
@@ -291,10 +279,12 @@ def modelled_message(model: ModelConfig, seq_len: int) -> float:
     return speeds.pass_on(sizes.state, in_node=False)
 
 
-def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple[Sizes, Speeds]:
+def _on_a_card(
+    model: ModelConfig, seq_len: int, expert_ranks: int = 1, dispatcher: str = "local"
+) -> tuple[Sizes, Speeds]:
     run = RunConfig(model=model)
     run.data.seq_len, run.train.micro_batch_size = seq_len, 1
-    run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, "local"
+    run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, dispatcher
     speeds = Speeds(H200, default_rates(is_nvidia=True), adding=1.0)
     return Sizes.from_config(run, Layout(ep=expert_ranks), on_nvidia=True), speeds
 

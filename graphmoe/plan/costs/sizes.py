@@ -60,6 +60,10 @@ class Sizes:
     """True if replica weights are saved from forward to backward."""
     brings_weights: bool = False
     """True if replica weights are sent with dispatched tokens."""
+    on_nvidia: bool = True
+    dispatcher: str = "local"
+    overlaps: bool = False
+    """True if a micro-batch is exchanged while another is computed."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -74,6 +78,8 @@ class Sizes:
         experts, arrivals = experts_of(config), arrivals_of(config.moe, model, layout, tokens)
         if travels:
             room = arrivals.room()
+            if dispatcher_facts(choice).buffer:  # holds all tokens of all ranks, so only slots are limited
+                room = room._replace(rows=layout.size("ep_etp") * tokens)
         else:  # balanced routing that spreads each token over as many ranks as it can, as in a dry run
             room = Load(tokens * min(model.top_k, layout.ep) * layout.etp, tokens * model.top_k * layout.etp)
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
@@ -98,6 +104,9 @@ class Sizes:
             arrivals.replica_slots,
             experts.keeps_replicas,
             experts.brings_weights,
+            on_nvidia,
+            choice,
+            overlaps(config, layout),
         )
 
     @functools.cached_property
@@ -157,6 +166,13 @@ class Sizes:
         return count // (self.layout.tp * self.exchanging)
 
 
+def overlaps(config: RunConfig, layout: Layout) -> bool:
+    """Return whether a micro-batch is exchanged while another is computed: one alone has none beside it."""
+    return config.pipeline.ep_overlap and (
+        config.train.global_batch_size > config.train.micro_batch_size * layout.dp
+    )
+
+
 def refuse_unknown(config: RunConfig) -> None:
     """Raise ConfigError for settings whose memory or rates are unknown to the estimates."""
     problems, recipe = [], config.precision.fp8
@@ -177,11 +193,5 @@ def refuse_unknown(config: RunConfig) -> None:
         problems.append(f"model.layer={config.model.layer} saves unknown activations; use {LAYERS.names[0]}")
     if config.passes.enabled is not None or config.passes.disabled:
         problems.append("passes.enabled and passes.disabled change what is saved; leave them out")
-    dispatcher = config.moe.dispatcher
-    if dispatcher_facts(dispatcher).reads_peers and dispatcher != "symm":
-        problems.append(
-            f"the buffers of moe.dispatcher={dispatcher} are not known here; use moe.dispatcher=alltoall, or "
-            f"symm inside nodes"
-        )
     if problems:
         raise ConfigError("not projected: " + "; ".join(problems))

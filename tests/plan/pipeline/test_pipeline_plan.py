@@ -46,8 +46,8 @@ def test_experts_that_travel_take_their_exchange_and_with_alltoall_their_weights
     words = ("parallel.ep=4", "launch.nproc=16", "model.num_experts=8")
     of = {name: zbv_plan(*words, f"moe.dispatcher={name}", num_ranks=16) for name in ("symm", "alltoall")}
     (_, f, i, w), (_, more_f, more_i, same), (*_, i_alltoall, less) = zbv_plan(), *of.values()
-    assert more_f > f and more_i > i and same == pytest.approx(w, rel=0.2)
-    assert less < same and i_alltoall + less == pytest.approx(more_i + same)
+    assert more_f > f and more_i > i and w < same < 2 * w  # of the fullest rank
+    assert less < same and i_alltoall > more_i + same - less  # collectives take longer too
 
 
 def test_times_that_are_given_are_shared_out_as_modelled_ones():

@@ -20,17 +20,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from graphmoe.command.hydra import read_words
 from graphmoe.config.arguments import emit, parse_args, run_tool
-from graphmoe.config.ranges import fields_of, spelled
+from graphmoe.config.ranges import OWN_CODE, fields_of, spelled
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.config.untrusted import read_json
 from graphmoe.project import arguments
 from graphmoe.project.arguments import DATA, FP8, GLOBAL_BATCH, NAMES_DATA, ProjectArgs, fixed_keys
 from graphmoe.run.files import write_json
 from graphmoe.runtime.host.signals import Interrupted, ends_at_signals
+
+if TYPE_CHECKING:
+    from graphmoe.bench.jobs import RunCase
 
 log = logging.getLogger(__name__)
 PROG = "graphmoe.tune"
@@ -76,8 +79,37 @@ COLUMNS = (
     "row: {number} | candidate: {name} | tokens/s/GPU: {tokens_per_s_per_gpu:,.0f} | GiB: {gib:.1f} | "
     "wall: {wall} | gain: {gain:+.1%} | tried because: {why}"
 )
+VARIED = {"graph", "moe", "parallel", "pipeline", "precision", "recompute", "train"}
+"""Sections of the keys that candidates change."""
 Changes = dict[str, str]  # a candidate's overrides by key, beside the user's
 Row = dict[str, Any]  # a candidate with what its jobs measured, or the error
+
+
+class StoredRow(TypedDict):
+    number: int
+    name: str
+    why: str
+    changes: Changes
+    resolved: Changes
+    overrides: list[str]
+    projected_gb: float | None
+    projected_rate: float | None
+    rates: list[float]
+    seconds: list[float]
+    error: str | None
+    tokens_per_s_per_gpu: NotRequired[float]
+    gib: NotRequired[float]
+    gain: NotRequired[float]
+    wall: NotRequired[Literal["memory", "exchange", "host", "compute"]]
+    why_wall: NotRequired[str]
+
+
+class Stored(TypedDict):
+    words: list[str]
+    device: str
+    num_ranks: int
+    rows: list[StoredRow]
+    winner: str | None
 
 
 @dataclass
@@ -119,7 +151,7 @@ class Tuning:
         import torch
 
         from graphmoe.bench import card_of_device, jobs
-        from graphmoe.run.machine import device_name
+        from graphmoe.run.machine import device_name, memory_of
 
         self.args, self.words, self.config = args, [*words], jobs.compose_config(*words)
         launch, device = self.config.launch, torch.device(self.config.run.device.value)
@@ -132,13 +164,18 @@ class Tuning:
         arguments.check(self.plan, words)
         self.plan.place(launch, frozenset({"launch.nproc"}))
         self.card_gb = self.plan.card.memory_gb if card else math.inf
+        if card and not args.hardware:  # as automatic keys count it
+            self.card_gb = memory_of(device) / 1e9
         fixed = fixed_keys([*words, *([] if args.try_fp8 else [FP8])])
         self.fixed = fixed.union(*(IMPLIED.get(key.partition(".")[0], ()) for key in fixed))
         self.path, self.ends = args.out / "tune.json", time.monotonic() + 60 * args.minutes
         about = {"words": self.words, "device": device_name(device), "num_ranks": self.plan.num_ranks}
         self.document: dict[str, Any] = {**about, "rows": [], "winner": None}
         if self.path.exists():
-            self.document = read_json(self.path, dict[str, Any])
+            self.document = dict(read_json(self.path, Stored))
+            for key, value in (each for row in self.document["rows"] for each in row["changes"].items()):
+                if key.partition(".")[0] not in VARIED or OWN_CODE.fullmatch(value):
+                    raise ConfigError(f"{self.path} changes {key} to {value}, which no job does; delete it")
         if {key: self.document.get(key) for key in about} != about:
             raise ConfigError(f"{self.path} is of another run or device; name another folder by out=...")
         self.rows: list[Row] = self.document["rows"]
@@ -158,7 +195,7 @@ class Tuning:
                 self.measure(row)
         while self.has_time() and (row := self.next_move()):
             self.measure(row)
-        two = sorted(measured(self.rows), key=lambda row: row[RATE])[-2:]
+        two = sorted(measured(self.rows), key=lambda row: row[RATE])[:-3:-1]  # the best first
         for row in two * ROUNDS if len(two) > 1 else []:
             if len(row["rates"]) <= ROUNDS and self.has_time(repeats=0):
                 self.measure(row)
@@ -225,16 +262,12 @@ class Tuning:
 
     def candidate(self, changes: Changes, why: str) -> Row | None:
         """Return a candidate's row before its first job; None if it was tried, or a rule refuses it."""
-        from graphmoe.bench import BenchArgs, SuiteName, jobs
         from graphmoe.project.document import project
 
         changes = {k: v for k, v in sorted(changes.items()) if self.given.get(k, "none") != v}
         if self.given and any(row["changes"] == changes for row in self.rows):
             return None
-        words = [f"{key}={value}" for key, value in changes.items()]
-        given = [*self.words, *([] if fixed_keys(self.words) & NAMES_DATA else [DATA]), *SETTINGS]
-        args, device = BenchArgs(SuiteName.step, repeats=TIMED), self.config.run.device.value
-        case = jobs.run_case(args, device, self.plan.per_node, "", {}, given, words, RECORDED)
+        case = self.case(changes)
         if isinstance(case.config, ConfigError):
             if not self.given:
                 raise case.config
@@ -243,13 +276,22 @@ class Tuning:
         keys = {key: value for key, value in keys.items() if self.given.get(key) != value}
         if any(row["resolved"] == keys for row in self.rows):
             return None
-        row = {"name": " ".join(words) or "as given", "why": why, "changes": changes, "resolved": keys}
+        row = {"name": _joined(changes) or "as given", "why": why, "changes": changes, "resolved": keys}
         row |= case.row | {"projected_gb": None, "projected_rate": None, "rates": [], "seconds": []}
         with contextlib.suppress(ConfigError):  # such as a plug-in, whose costs are unknown
             if self.card_gb < math.inf:
                 document = project(case.config, self.plan)
                 row |= {"projected_gb": document["memory_gb"]["total"], "projected_rate": document[RATE]}
         return {"number": len(self.rows) + 1, **row, "error": None}
+
+    def case(self, changes: Changes) -> "RunCase":
+        """Return the job of a candidate with these changes."""
+        from graphmoe.bench import BenchArgs, SuiteName, jobs
+
+        given = [*self.words, *([] if fixed_keys(self.words) & NAMES_DATA else [DATA]), *SETTINGS]
+        args, device = BenchArgs(SuiteName.step, repeats=TIMED), self.config.run.device.value
+        words = _joined(changes).split()
+        return jobs.run_case(args, device, self.plan.per_node, "", {}, given, words, RECORDED)
 
     def measure(self, row: Row) -> None:
         """Run a job of the row, unless it has no chance; save all rows."""
@@ -259,19 +301,22 @@ class Tuning:
         try:
             if gb > self.card_gb:
                 raise ConfigError(f"out of memory: projected {gb:.1f} of {self.card_gb:g} GB")
-            row |= trained(self.config, row["overrides"], max(self.ends - started, LIMIT_S))
+            words = self.case(row["changes"]).row["overrides"]  # not those of a file
+            row |= trained(self.config, words, max(self.ends - started, LIMIT_S))
             row["rates"].append(row[RATE])
             row[RATE] = statistics.median(row["rates"])
         except Exception as error:  # whatever a job, its trace or the system may raise
-            row["error"] = reason(error).partition(". Tried to allocate")[0]
+            if row["rates"]:  # a repeat, which does not undo what was measured
+                log.warning("row %d failed when it was repeated: %s", row["number"], reason(error))
+            else:
+                row["error"] = reason(error).partition(". Tried to allocate")[0]
         row["seconds"].append(round(time.monotonic() - started, 1))
         self.rows += [] if row in self.rows else [row]
         done = measured(self.rows)
         for each in done:
             each["gain"] = each[RATE] / done[0][RATE] - 1
         if best := max(done, key=lambda row: (len(row["rates"]), row[RATE]), default=None):
-            words = " ".join(f"{key}={value}" for key, value in best["changes"].items())
-            self.document["winner"] = arguments.train_command(self.words, words, self.plan)
+            self.document["winner"] = arguments.train_command(self.words, _joined(best["changes"]), self.plan)
         write_json(self.path, self.document)
         log.info("%s", [*table(COLUMNS, [row])][2])
 
@@ -299,6 +344,10 @@ def measured(rows: Sequence[Row]) -> list[Row]:
 
 def too_large(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if TOO_LARGE.search(row["error"] or "")]
+
+
+def _joined(changes: Changes) -> str:
+    return " ".join(f"{key}={value}" for key, value in changes.items())
 
 
 def changes_of(words: str) -> Changes:

@@ -201,6 +201,38 @@ def test_an_interrupted_climb_keeps_its_rows_and_resumes(tuned, tmp_path, number
     assert len(second.jobs) == ran + failed - number  # none of the first was repeated
 
 
+def test_a_failed_repeat_keeps_the_row_and_the_fastest_is_repeated_first(tuned, caplog):
+    seen = []
+
+    def machine(values):
+        seen.append(values)
+        if seen.count(values) > 1:
+            raise CaseFailed("the job's process was killed by SIGKILL")
+        return simulated(values)
+
+    found = tuned(*GIVEN, machine=machine)
+    assert max(measured := found.document["rows"], key=lambda row: row.get(tune.RATE, 0))["error"] is None
+    repeated = next(values for number, values in enumerate(seen) if values in seen[:number])
+    assert (repeated["train.micro_batch_size"], repeated["graph.scope"]) == ("16", "full_iteration")
+    assert "train.micro_batch_size=16" in found.document["winner"]
+    assert sum(row["error"] is None for row in measured) > 2 and "failed when it was repeated" in caplog.text
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"moe.dispatcher": "evil:make"}, "changes moe.dispatcher to evil:make"),
+    ({"host.env": "{CXX: ./evil.sh}"}, "changes host.env to"),
+    (["moe.dispatcher=symm"], "expected object, found array"),
+])  # fmt: skip
+def test_a_file_of_a_stranger_runs_no_code_and_is_refused_in_one_line(tuned, tmp_path, changes, says):
+    tuned(*GIVEN)
+    file = tmp_path / "out" / "tune.json"
+    document = json.loads(file.read_text())
+    document["rows"][-1]["changes"] = changes
+    file.write_text(json.dumps(document))
+    found = tuned(*GIVEN)
+    assert found.status == 2 and not found.jobs and says in found.err and found.err.count("error:") == 1
+
+
 def test_it_ends_with_the_time(tuned, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(tune.time, "monotonic", lambda: clock[0])

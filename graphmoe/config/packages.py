@@ -66,10 +66,10 @@ PACKAGES = (
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is installed, without importing it."""
+    """Return whether a package is installed, without importing it, but for the one that holds it."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that holds it
+    except ImportError:
         return False
 
 
@@ -93,9 +93,10 @@ def missing_packages(config: Any) -> Iterator[str]:
     for package in PACKAGES:
         for word in package.enables.split(", "):
             key, _, value = word.partition("=")
-            if not value.isalnum() or "/" in key or is_installed(package.module):
+            if not value.isalnum() or "/" in key:
                 continue
-            if value == spelled(operator.attrgetter("data.source" if key == "data" else key)(config)):
+            asked = spelled(operator.attrgetter("data.source" if key == "data" else key)(config))
+            if value == asked and not is_installed(package.module):
                 yield _missing(package, word, f"{key}=auto" if package.is_native else None)
 
 

@@ -114,6 +114,9 @@ def earlier_values(base: Path, config: dict[str, Any], keys: Sequence[str]) -> d
     """
     ours, checkpoint = _as_read(config), config["checkpoint"]
     for path in itertools.takewhile(Path.exists, _numbered(base)) if checkpoint["resume"] else ():
+        with contextlib.suppress(FileError, OSError):
+            if _readable_state(path, ours) is _State.free:  # `claim` takes this one
+                break
         theirs = _unfinished_config(path, ours)
         if theirs is not None and {key for key, *_ in _differences(theirs, ours)} <= {*keys}:
             places = {key: key.partition(".") for key in keys}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphmoe.config.formats import FORMATS, Gpu, automatic_format
-from graphmoe.config.ranges import spelled
+from graphmoe.config.ranges import own_code, spelled
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.ops.fp8 import gpu_of
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card
@@ -22,7 +22,7 @@ from graphmoe.plan.rules import auto, check, violations
 from graphmoe.plan.rules.auto import AUTO, DISPATCHER, FP8, OVERLAP, SCOPE, SIZE, undecided, with_values
 from graphmoe.runtime.launch.nodes import num_nodes, num_ranks
 from graphmoe.segments import FULL_ITERATION, lowest_stage
-from graphmoe.training.memory import MEMORY_ERROR, memory_of_places
+from graphmoe.training.memory import has_margin, memory_of_places
 
 SIZES = (16, 8, 4, 2, 1)
 ENOUGH = 4  # sequences of a micro-batch; up to there twice as many gain more than overlap, on H200s
@@ -76,7 +76,9 @@ def decided(
         return config
     why = dict[str, str]()
     with contextlib.suppress(TypeError, ValueError):  # of values in a damaged file
-        if earlier and not violations(kept := with_values(config, earlier)):
+        kept = with_values(config, earlier or {})
+        # a folder names no code for this run
+        if earlier and {*own_code(kept)} <= {*own_code(config)} and not violations(kept):
             config, why = kept, dict.fromkeys(earlier, "as before")
     found, reasons = decisions(config, machine or this_machine(config))
     check(found)
@@ -147,7 +149,7 @@ def _fitting(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
         larger = [f"; {size} need {total / 1e9:.1f}" for size, total in needs.items() if size > values[SIZE]]
         needs[values[SIZE]] = total = max(place.total for place in places)
         memory = f"{total / 1e9:.1f} of {limit / 1e9:.1f} GB{''.join(larger[-1:])}"
-        if total <= (1 - MEMORY_ERROR) * limit:
+        if has_margin(total, limit):
             break
     return with_values(config, last), memory
 

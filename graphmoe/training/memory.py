@@ -29,6 +29,13 @@ MEMORY_KINDS = (*STATE_KINDS, "activations", "buffers", "total")
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
 MEMORY_ERROR = 0.05
 """Share of a peak by which a projection may be wrong; the bench suite projection calls more a miss."""
+
+
+def has_margin(total: float, memory: float) -> bool:
+    """Return whether a projected total fits a device's memory also if it is too low by `MEMORY_ERROR`."""
+    return total <= (1 - MEMORY_ERROR) * memory
+
+
 COMMUNICATOR_BYTES = 128 * 2**20  # assumed: buffers of NCCL and RCCL depend on topology and version
 CHANNEL_BYTES = 32 * 2**20  # assumed for a channel between two pipeline ranks
 # rows of an expert from which moe.experts=auto chose torch's wgrad, which returns bf16: measured on an H200

@@ -207,8 +207,8 @@ def check_dispatcher(choice: str, device: torch.device, layout: Layout, ranks: R
 
 def check_package(choice: str, device_type: str) -> None:
     """Check that this machine can run the dispatcher. *Raises* ConfigError."""
-    key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else dispatcher_facts(choice)
-    if facts is None or facts.platform is None:
+    key, facts = f"moe.dispatcher={choice}", dispatcher_facts(choice)
+    if facts.platform is None:
         return
     if device_type != "cuda":
         raise ConfigError(f"{key} runs on GPUs, and this run is on a {device_type}; use moe.dispatcher=auto")

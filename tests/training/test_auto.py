@@ -73,6 +73,13 @@ def choices(found):
     return " ".join(spelled(value_of(found, key)) for key in keys)
 
 
+def test_values_of_an_earlier_run_name_no_code(tmp_path, monkeypatch):
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.chdir(tmp_path)
+    found = decided(run_of(f"{BATCH}32"), FOUR, {"moe.dispatcher": "evil:make"})
+    assert found.moe.dispatcher == "symm" and "as before" not in str(found.run.auto)
+
+
 @pytest.mark.parametrize(("words", "machine", "wanted", "said"), CASES.values(), ids=CASES)
 def test_what_automatic_keys_become(words, machine, wanted, said):
     given = run_of(*words.split())

@@ -52,7 +52,7 @@ def auto_rules(config: RunConfig) -> Iterator[str]:
 
 
 def presumed(config: RunConfig) -> RunConfig:
-    """Return a copy with values of undecided keys that rules refuse only if they refuse all values."""
+    """Return a copy with a stand-in for each automatic key: the value that rules refuse least."""
     near = with_values(config, {DISPATCHER: "symm"})
     dispatcher = "local" if config.parallel.ep * config.parallel.etp == 1 else "symm"
     values: dict[str, Any] = {FP8: "rowwise", SCOPE: "none", OVERLAP: False, SIZE: 1}

@@ -25,7 +25,7 @@ from graphmoe.project.document import MEMORY_ERROR, projected
 from graphmoe.run.machine import device_name, git_commit, memory_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 from graphmoe.trace.summary import largest, summarise
-from graphmoe.training.memory import PlaceMemory, allocated_bytes, memory_of_places
+from graphmoe.training.memory import PlaceMemory, allocated_bytes, has_margin, memory_of_places
 
 DATA = ("data=synthetic", "optim.lr=1e-6")
 TINY = ("model=tiny", "model.num_layers=2", *DATA)
@@ -233,7 +233,7 @@ def fits(config: RunConfig | ConfigError, ranks: int, memory: float) -> bool:
         return True
     plan = plan_of(config, ranks).with_its_transport()
     places = memory_of_places(plan, on_nvidia=torch.version.hip is None)
-    return max(place.total for place in places) <= (1 - MEMORY_ERROR) * memory
+    return has_margin(max(place.total for place in places), memory)
 
 
 def rung_numbers(config: RunConfig, ranks: int, found: Trained, _: int) -> Row:

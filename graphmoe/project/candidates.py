@@ -28,10 +28,9 @@ from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
 from graphmoe.segments import lowest_stage
-from graphmoe.training.auto import decisions, machine_of, overlap_gains
+from graphmoe.training.auto import SIZES, decisions, machine_of, overlap_gains
 
 MOST_CP = 8
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (2, 3, 4, 6)
 PARTS = 4  # a good candidate's recompute is tried in the first quarter, half and three quarters of its layers
 
@@ -188,7 +187,7 @@ class Candidates:
         train = self.config.train
         if MICRO_BATCH in self.fixed:
             return [train.micro_batch_size]
-        whole = [size for size in MICRO_BATCH_SIZES if train.global_batch_size % size == 0]
+        whole = [size for size in SIZES[::-1] if train.global_batch_size % size == 0]
         few = [size for size in whole if train.global_batch_size <= MOST_MICRO_BATCHES * size]
         return few or whole[-1:]
 

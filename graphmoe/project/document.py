@@ -16,6 +16,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
+from graphmoe.training import memory
 from graphmoe.training.auto import decided, machine_of
 from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, memory_of_places
 
@@ -30,8 +31,7 @@ NEAR = "near the limit"
 
 
 def has_margin(total_gb: float, card: Card) -> bool:
-    """Return True if a rank still fits when its projection is too low by `MEMORY_ERROR`."""
-    return total_gb <= (1 - MEMORY_ERROR) * card.memory_gb
+    return memory.has_margin(total_gb, card.memory_gb)
 
 
 def margin_words(document: Mapping[str, Any]) -> str:

@@ -95,7 +95,8 @@ def median(steps: list[dict[str, float]], key: str) -> float:
 
 @pytest.mark.parametrize("run", [*runs()], ids=lambda run: run.name)
 def test_time_and_memory_of_a_measured_run_are_projected(run):
-    config = compose_config(*run.words, "run.device=cuda")
+    # defaults when these ran
+    config = compose_config("graph.scope=none", "pipeline.ep_overlap=false", *run.words, "run.device=cuda")
     places, step = projected_run(config, H200, None, run.ranks)
     ms = run.ms
     if ms is None:

@@ -285,6 +285,7 @@ def _on_a_card(
     run = RunConfig(model=model)
     run.data.seq_len, run.train.micro_batch_size = seq_len, 1
     run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, dispatcher
+    run.pipeline.ep_overlap = False
     speeds = Speeds(H200, default_rates(is_nvidia=True), adding=1.0)
     return Sizes.from_config(run, Layout(ep=expert_ranks), on_nvidia=True), speeds
 

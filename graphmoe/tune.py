@@ -195,6 +195,8 @@ class Tuning:
                 self.measure(row)
         while self.has_time() and (row := self.next_move()):
             self.measure(row)
+        if not self.has_time():
+            log.info("minutes=%g are used up; the same command goes on from here", self.args.minutes)
         two = sorted(measured(self.rows), key=lambda row: row[RATE])[:-3:-1]  # the best first
         for row in two * ROUNDS if len(two) > 1 else []:
             if len(row["rates"]) <= ROUNDS and self.has_time(repeats=0):
@@ -315,7 +317,7 @@ class Tuning:
         done = measured(self.rows)
         for each in done:
             each["gain"] = each[RATE] / done[0][RATE] - 1
-        if best := max(done, key=lambda row: (len(row["rates"]), row[RATE]), default=None):
+        if best := max(done, key=lambda row: row[RATE], default=None):
             self.document["winner"] = arguments.train_command(self.words, _joined(best["changes"]), self.plan)
         write_json(self.path, self.document)
         log.info("%s", [*table(COLUMNS, [row])][2])

@@ -111,8 +111,10 @@ def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
     for name, usual in (("repeats", 20), ("passes", 3)):
         if (value := getattr(args, name)) < 1:
             yield f"{name}={value} must be 1 or more, such as {name}={usual}"
-    if args.stop_after_s is not None and (args.stop_after_s < 1 or args.out is None):
-        yield f"stop_after_s={args.stop_after_s} must be 1 or more and needs a file, such as out=ladder.json"
+    if args.stop_after_s is not None and args.stop_after_s < 1:
+        yield f"stop_after_s={args.stop_after_s} must be 1 or more, such as stop_after_s=300"
+    elif args.stop_after_s is not None and args.out is None:
+        yield f"stop_after_s={args.stop_after_s} needs a file to go on from, such as out=ladder.json"
     if not 1 <= args.limit_s <= MOST_S:
         yield f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120"
     for name, suites in OF_SUITES.items():

@@ -44,10 +44,9 @@ def render(document: dict[str, Any]) -> Group:
         f"{document['compute']}, {precision_words(document)}",
     ]
     if slots := document["replica_slots"]:
-        shown.append(
-            f"slots for replicas on each rank: {slots}; the time below, of balanced routing, includes their "
-            f"cost but not their gain"
-        )
+        shown.append(f"slots for replicas on each rank: {slots}")
+    if chosen := document["auto"]:
+        shown.append(f"auto: {', '.join(chosen)}")
     if pipeline := document["pipeline"]:
         layout = str(pipeline["layout"]).replace("[", r"\[")
         shown.append(f"{pipeline['schedule']}, {pipeline['virtual_stages']} stages a rank, layout {layout}")

@@ -16,7 +16,7 @@ from graphmoe.web_page import COLOURS, Link, chips, controls, grid, paragraph, t
 COMPARISON_FILE = "comparison.html"
 MAX_KEYS = 8
 """Most configuration keys that get a column in the table of runs; another table has all."""
-NO_SETTING = ("run.name", "log.", "profile.")
+NO_SETTING = ("run.name", "run.auto", "log.", "profile.")
 Number = Callable[[RunData], float | None]
 
 NUMBERS: dict[str, tuple[Number, str]] = {

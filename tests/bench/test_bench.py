@@ -109,7 +109,7 @@ def test_rows_that_cross_ranks_are_those_of_the_split():
 WRONG = (
     ("repeats=0", "repeats=0 must be 1 or more"),
     ("suite=ladder device=cpu passes=0", "passes=0 must be 1 or more, such as passes=3"),
-    ("suite=ladder device=cpu stop_after_s=9", "stop_after_s=9 must be 1 or more and needs a file, such as"),
+    ("suite=ladder device=cpu stop_after_s=9", "stop_after_s=9 needs a file to go on from, such as"),
     ("suite=model", "suite=model: expected one of ops"),
     ("device=cpu shapes=full", "use shapes=tiny or shapes=auto"),
     ("device=cpu only=permute,gemm", "only=gemm: no case starts with that; cases: grouped_mlp/v2_lite"),

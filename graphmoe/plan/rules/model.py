@@ -183,12 +183,16 @@ def one_node_rules(config: RunConfig) -> Iterator[str]:
     """Yield errors of dispatchers that work within one node only, if the number of ranks is known."""
     nproc, nodes = config.launch.nproc, config.launch.nodes
     sharing = config.parallel.ep * config.parallel.etp
-    if config.moe.dispatcher != "symm" or type(nproc) is not int or type(nodes) is not int:
-        return  # dispatchers with a buffer have 2, 4 or 8 ranks, and are refused once hosts are known
+    choice = config.moe.dispatcher
+    if choice == "auto" or type(nproc) is not int or type(nodes) is not int:
+        return
+    facts = dispatcher_facts(choice)
+    if not facts.one_node or (facts.buffer and sharing not in facts.buffer.ranks):
+        return  # `vendor_dispatch_rules` refuses the latter
     # ranks that share experts are consecutive: they are on one node if it has whole groups of them
     if nodes > 1 and sharing > 0 and nproc % sharing:
         yield (
-            f"moe.dispatcher=symm reads the memory of other GPUs of one node, but a node's {nproc} ranks are "
+            f"moe.dispatcher={choice} exchanges between GPUs of one node, but a node's {nproc} ranks are "
             f"not a multiple of parallel.ep * parallel.etp = {sharing}; use a product that divides "
             f"{nproc}, or use moe.dispatcher=alltoall"
         )

@@ -217,7 +217,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
 
 def graph_rules(config: RunConfig) -> Iterator[str]:
     scope = config.graph.scope
-    words = ", ".join([*SCOPES, FULL_ITERATION])
+    words = ", ".join([*SCOPES, FULL_ITERATION, "auto"])
     if isinstance(scope, str):
         known = scope in SCOPES or scope == FULL_ITERATION
         bad = [] if known else [scope]

@@ -51,7 +51,7 @@ def test_a_sweep_has_the_winner_that_its_table_has(tmp_path):
 
 def test_a_search_names_a_layout_that_a_dry_run_builds(tmp_path):
     printed = run_example("layout_search", tmp_path)
-    assert "parallel.pp=2 parallel.ep=4" in printed.split("Recommended")[1]
+    assert "parallel.pp=2 parallel.ep=8" in printed.split("Recommended")[1]
     report = json.loads(next(tmp_path.glob("outputs/**/dry_run.json")).read_text())
     assert report["world"] == 16
 

@@ -16,7 +16,7 @@ from graphmoe.web_page import COLOURS, Link, chips, controls, grid, paragraph, t
 COMPARISON_FILE = "comparison.html"
 MAX_KEYS = 8
 """Most configuration keys that get a column in the table of runs; another table has all."""
-NO_SETTING = ("run.name", "run.auto", "log.", "profile.")
+NO_SETTING = ("run.name", "log.", "profile.")
 Number = Callable[[RunData], float | None]
 
 NUMBERS: dict[str, tuple[Number, str]] = {
@@ -118,9 +118,9 @@ def _link(line: RunLine, folder: Path) -> str | Link:
 
 
 def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """Return a row for each key whose values differ, with "" for a run that lacks it."""
+    """Return a row for each key whose values differ, with "" for a run that lacks it; without `run.auto`."""
     flat = [run.flat_config() for run in runs]
-    keys = dict.fromkeys(key for each in flat for key in each)
+    keys = dict.fromkeys(key for each in flat for key in each if key != "run.auto")  # keys have its values
     rows = [[key, *(each.get(key, "") for each in flat)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 

@@ -85,7 +85,7 @@ def test_replicas_cost_a_plan_barriers_and_traffic_and_even_ranks_out(recipe, si
     shown = [
         text_of(render(document("h200", *words, f"moe.balance={each}"))) for each in ("none", "replicas")
     ]
-    assert ["on each rank: 1; the time below" in text for text in shown] == [False, True]
+    assert ["slots for replicas on each rank: 1" in text for text in shown] == [False, True]
 
 
 def by_segment(rates: Rates, *words: str) -> dict[str, dict[str, float]]:

@@ -23,7 +23,7 @@ from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.plan.rules.auto import presumed
+from graphmoe.plan.rules.auto import AUTO, FP8, ROUNDS, presumed, undecided, with_values
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",
@@ -52,13 +52,13 @@ def show(cfg: RunConfig) -> None:
 
 def with_some_batch(cfg: RunConfig) -> RunConfig:
     """Return the configuration with batches that fit its ranks; the figures do not depend on them."""
-    cfg = presumed(cfg)
+    cfg = with_values(presumed(cfg), {"run.auto": undecided(cfg)})
     counts = [count for count in (cfg.launch.nproc, cfg.launch.nodes) if type(count) is int]
     with suppress(ConfigError, ZeroDivisionError):  # the rules of a run refuse these
         layout = Layout.of(cfg.parallel, math.prod(counts))
         together = cfg.train.micro_batch_size * layout.dp
         if cfg.train.global_batch_size % together:
-            train = replace(cfg.train, global_batch_size=4 * layout.pp * together)
+            train = replace(cfg.train, global_batch_size=ROUNDS * layout.pp * together)
             return replace(cfg, train=train)
     return cfg
 
@@ -100,7 +100,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     document = {
         "model": model.name, "num_layers": model.num_layers, "num_dense_layers": model.num_dense_layers,
         "seq_len": plan.seq_len, "parameters": count_parameters(model), "flops_per_token": flops,
-        "fp8": plan.precision.fp8.value,
+        "fp8": AUTO if FP8 in plan.config.run.auto else plan.precision.fp8.value,
         "num_ranks": layout.size("world"),
         "memory_bytes": _whole_bytes(state(ALONE)),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
+from graphmoe.bench import NOISE
 from graphmoe.command.hydra import read_words
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.ranges import OWN_CODE, fields_of, spelled
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 PROG = "graphmoe.tune"
 EXAMPLES = [line for line in (__doc__ or "").splitlines() if line.startswith("python")]
 TIMED, RECORDED = 8, 2  # steps of a job after its warm-up; the recorded ones are the last
-NOISE = 1.01  # times of equal jobs differ by up to 1%
 PLAUSIBLE = 0.9  # of the best projected speed: projections of time are wrong by up to 10%
 ROUNDS = 2  # in which the best two candidates are repeated
 LIMIT_S = 300  # after which a job has hung, even if the tool has less time left
@@ -233,7 +233,7 @@ class Tuning:
         """Return the untried move with the largest projected gain, first of the fastest row's wall."""
         best: Row | None = None
         for row in measured(self.rows):
-            best = row if best is None or row[RATE] > NOISE * best[RATE] else best
+            best = row if best is None or row[RATE] > (1 + NOISE) * best[RATE] else best
         if not (best or too_large(self.rows)):
             return None
         base = best or too_large(self.rows)[-1] | {"wall": "memory"}
@@ -243,8 +243,8 @@ class Tuning:
             tried = [words for words in MOVES[wall] if best or LARGER not in words]
             moves = [self.candidate(self.moved(base, words), f"{wall}: {words}") for words in tried]
             fitting = [row for row in moves if row and self.fits(row)]
-            least = (PLAUSIBLE if wall == base["wall"] else NOISE) * rate  # of other walls only what is sure
-            quick = [row for row in fitting if (row["projected_rate"] or math.inf) > least]
+            least = PLAUSIBLE if wall == base["wall"] else 1 + NOISE  # of other walls only what is sure
+            quick = [row for row in fitting if (row["projected_rate"] or math.inf) > least * rate]
             if quick:
                 return max(quick, key=lambda row: float(row["projected_rate"] or 0.0))
         return None

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from graphmoe.config.arguments import file_problems
 from graphmoe.config.packages import FOR_PLOTS, is_installed
 from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat
-from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
+from graphmoe.plan.costs.hardware import CARDS, H200, Card, card_in
 
 if TYPE_CHECKING:
     import torch
 
+NOISE = 0.01  # times of equal runs differ by up to 1%
 SuiteName = enum.StrEnum(
     "SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection", "replicas")
 )
@@ -163,9 +164,9 @@ def card_of_device(device: torch.device) -> Card:
     import torch
 
     name = torch.cuda.get_device_name(device)
-    for card in CARDS.values():
-        if card.name in device_words(name) and peak_tflops(name) == card.tflops:
-            return card
+    card = card_in(name)
+    if card and card in CARDS.values():  # a variant has another peak
+        return card
     known = ", ".join(card.name for card in CARDS.values())
     raise ConfigError(
         f"suite=calibrate and suite=projection need a GPU with known peak rates, not {name}; use one of "

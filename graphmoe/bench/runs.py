@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphmoe.bench import BenchArgs, card_of_device, jobs
+from graphmoe.bench import NOISE, BenchArgs, card_of_device, jobs
 from graphmoe.bench.cases import BYTES_PER_S, Measured, Row, Suite, chosen, earlier_rows
 from graphmoe.bench.jobs import RunCase, Trained, key_of, numbers_of_run, refuse, run_case, split_list
 from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
@@ -64,7 +64,6 @@ RUNGS: dict[str, tuple[str, tuple[str, ...]]] = {
 OF_SEVERAL = "symm", "replicas", "ep_overlap"  # rungs without effect on one GPU
 LAST = "host_tuning"  # in bf16
 TAIL_STEPS = 300  # of this rung, which p99 judges, and of the one before it, in all passes
-NOISE = 0.01  # of a gain
 FULL_RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "lite_mbs1_none": (1, 1, (*LITE, *LONG)),
     "lite_mbs1_layer": (1, 1, (*LITE, *LONG, "graph.scope=layer")),

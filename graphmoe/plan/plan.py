@@ -26,7 +26,9 @@ from graphmoe.config.schema import (
     TrainConfig,
     Transport,
 )
-from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.rates import Speeds
+from graphmoe.plan.costs.segment_times import SegmentTime, stage_times
+from graphmoe.plan.costs.sizes import Sizes, refuse_unknown
 from graphmoe.plan.experts import (
     Arrivals,
     ExpertPlan,
@@ -105,6 +107,12 @@ class Plan(ExpertPlan, Arrivals):
 
     def sizes(self, *, on_nvidia: bool) -> Sizes:
         return Sizes.from_config(self.config, self.layout, on_nvidia=on_nvidia)
+
+    def segment_times(self, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
+        """Return a micro-batch's times in a compiled stage. *Raises* ConfigError for unknown costs."""
+        config = replace(self.config, compile=replace(self.compile, enabled=True))
+        refuse_unknown(config)
+        return stage_times(config, self.sizes(on_nvidia=speeds.card.is_nvidia), speeds, pieces)
 
     def with_its_transport(self) -> Plan:
         """Return the plan with symm's transport resolved for the run's devices."""

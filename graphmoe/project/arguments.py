@@ -17,7 +17,7 @@ from graphmoe.config.choices import OutputFormat
 from graphmoe.config.schema import ComputeDtype, ConfigError, LaunchConfig, RunConfig, TrainConfig
 from graphmoe.plan.costs.hardware import Card, card_of
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.rules.auto import assumed_size
+from graphmoe.plan.rules.auto import ROUNDS, assumed_size
 
 Assumptions = enum.StrEnum("Assumptions", ("exact", "published"))
 
@@ -149,7 +149,7 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
     if is_open:  # neither a word nor a file has chosen a global batch
         with contextlib.suppress(ConfigError, ZeroDivisionError):  # the rules of a run refuse these
             layout = Layout.of(config.parallel, args.num_ranks)
-            count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
+            count = config.pipeline.microbatches or (ROUNDS * layout.pp if layout.pp > 1 else 1)
             config.train.global_batch_size = assumed_size(config) * layout.dp * count
     return config
 

@@ -120,7 +120,7 @@ class Candidates:
         return replace(candidate, words=_joined(candidate.words, kind, self._batch), config=config, kind=kind)
 
     def variants(self, candidate: Candidate) -> Iterator[list[Candidate]]:
-        """Yield lists of changes to a good candidate, of which the first that fits is wanted."""
+        """Yield lists of changes to a good candidate; of each list only the first that fits counts."""
         config, pipeline = candidate.config, candidate.config.pipeline
         is_free = self.config.pipeline.ep_overlap == AUTO and not pipeline.ep_overlap
         pairs = candidate.layout.pp > 1 and schedule_of(pipeline.schedule).build_overlapped

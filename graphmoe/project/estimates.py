@@ -34,7 +34,7 @@ from graphmoe.training.floors import update_seconds
 from graphmoe.training.memory import beside_bytes, communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before
-RANKS = 4  # most ranks of the pipelines whose waits stand for those of longer ones
+RANKS = 4  # the waits of a longer pipeline are estimated by those of one with so many ranks
 Stages = tuple[StagePieces, ...]
 
 

@@ -26,7 +26,7 @@ FASTER = 1.1  # than the layout shown before, so that a search shows a few lines
 MANY_EP = 8  # ranks that share the experts in the layout that is shown beside a faster one
 LEANER = 1.1  # share of the card up to which slower modes, which need less memory, are tried too
 GAIN = 1.005  # of a variant that is listed
-REFINED = 4  # fastest candidates of which variants are projected whole
+REFINED = 4  # fastest candidates whose variants are projected exactly
 COPIED = (
     "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
     "worst_rank", "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu", "fp8",

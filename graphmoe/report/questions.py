@@ -207,12 +207,9 @@ def findings(run: RunData, trace: Summary | str) -> Iterator[str]:
 
 def _lost(run: RunData, trace: Summary) -> Iterator[str]:
     if trace.idle is not None and trace.idle > MANY:
-        scope = run.of("graph.scope")
-        captured = "`graph.scope=full_iteration` captures more" if scope not in (None, "none") else (
-            "`graph.scope=layer` replays them from graphs"
-        )  # fmt: skip
         launches = f"{trace.launches:,.0f} launches in {trace.launch_ms:,.3g} ms of the host"
-        yield f"The GPU is idle for {trace.idle:.0%} of a step, with {launches}: {captured}."
+        instead = "`graph.scope=full_iteration` replays them from a graph"
+        yield f"The GPU is idle for {trace.idle:.0%} of a step, with {launches}: {instead}."
     if trace.exposed_ms is not None and trace.exposed_ms > MANY * trace.step_ms:
         share = trace.exposed_ms / trace.step_ms
         layout, overlap = run.layout(), ""

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
         exchanges, notes = exchanges_of(
             {rank: traces[0] if path == paths[0] else read_trace(path) for rank, path in of_ranks}
         )
-        summaries[0].notes += notes
+        summaries[0].notes += notes if exchanges else [*notes, "no exchange between GPUs to join"]
     elif args.run and args.rank is None and len(paths) == 1:
         summaries[0].notes += _other_ranks(args.run[0], paths[0])
     compared = compare(summaries[0], summaries[1], args.kernels) if len(paths) == 2 else None

@@ -1,4 +1,4 @@
-"""Automatic keys: what each becomes on a run's devices, decided once, where the run is composed."""
+"""Automatic keys: the value of each on a run's devices, decided once by the process that composes the run."""
 
 import contextlib
 import itertools
@@ -26,7 +26,6 @@ from graphmoe.training.memory import has_margin, memory_of_places
 
 SIZES = (16, 8, 4, 2, 1)
 ENOUGH = 4  # sequences of a micro-batch; up to there twice as many gain more than overlap, on H200s
-ROUNDS = 4  # micro-batches for each rank of a pipeline, so that its bubble is short
 SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # lets ranks of one GPU share memory in torch
 
 
@@ -42,7 +41,7 @@ class Machine(NamedTuple):
 
 
 def this_machine(config: RunConfig) -> Machine:
-    """Return the devices of a run, or those that its dry run stands for. Makes no context on a GPU."""
+    """Return the devices of a run, or those that a dry run simulates. Creates no context on a GPU."""
     launch, world, nodes = config.launch, config.launch.fake_world, config.launch.nodes
     if world is not None:
         gpu = Gpu("gfx942") if torch.version.hip else Gpu(major=9, cuda=(12, 9))
@@ -186,7 +185,7 @@ def _options(config: RunConfig, machine: Machine, most: int) -> Iterator[dict[st
     ways = sorted(itertools.product(overlaps, sizes), key=lambda way: (-min(way[1], ENOUGH), not way[0]))
     for overlap, size in ways:
         is_last = (overlap, size) == (overlaps[-1], sizes[-1])
-        if is_last or batch // size >= max(ROUNDS * pp if pp > 1 else 1, 1 + overlap):
+        if is_last or batch // size >= max(auto.ROUNDS * pp if pp > 1 else 1, 1 + overlap):
             for scope in scopes if config.graph.scope == AUTO else [config.graph.scope]:
                 needed = lowest_stage(scope) if has_experts(config.model) else 0
                 stage = needed if config.moe.sync_free_stage == AUTO else config.moe.sync_free_stage

@@ -2,15 +2,13 @@
 
 import logging
 from collections import defaultdict
-from dataclasses import replace
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.sizes import owned_elements
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import card_in
 from graphmoe.plan.costs.rates import Speeds, ceilings
-from graphmoe.plan.costs.segment_times import SegmentTime, stage_times
-from graphmoe.plan.costs.sizes import refuse_unknown
+from graphmoe.plan.costs.segment_times import SegmentTime
 from graphmoe.plan.plan import Plan
 from graphmoe.segments import LAYER_SEGMENTS
 
@@ -25,17 +23,15 @@ def floors_of(plan: Plan, rank: int, device: str) -> Floors:
     """
     if (card := card_in(device)) is None:
         return []
-    compiled = replace(plan.config.compile, enabled=True)  # an eager run has the floors of a compiled one
-    try:
-        refuse_unknown(replace(plan.config, compile=compiled))
+    count, own = plan.num_micro_batches, plan.own_stages(plan.layout.index("pp", rank))
+    speeds = Speeds(card, ceilings(), adding=(count - 1) / count)
+    try:  # an eager run has the floors of a compiled one
+        times = [time for pieces in own for time in plan.segment_times(speeds, pieces)]
     except ConfigError as error:
         log.info("the trace has no floors of segments: %s", error)
         return []
-    count, own = plan.num_micro_batches, plan.own_stages(plan.layout.index("pp", rank))
-    speeds = Speeds(card, ceilings(), adding=(count - 1) / count)
-    sizes = plan.sizes(on_nvidia=card.is_nvidia)
     layers: list[list[SegmentTime]] = []
-    for time in (time for pieces in own for time in stage_times(plan.config, sizes, speeds, pieces)):
+    for time in times:
         if time.name not in LAYER_SEGMENTS or time.name == LAYER_SEGMENTS[0]:
             layers.append([])
         layers[-1].append(time.scaled(count * 1e3))

@@ -159,8 +159,8 @@ def weight_forms(sizes: Sizes, speeds: Speeds, name: str) -> float:
     return speeds.weight_forms(elements, sizes.element_bytes)
 
 
-def travelling_bytes(sizes: Sizes, *, fp8: bool = False) -> float:
-    """Return the bytes that dispatch brings to a rank under balanced routing, including its own tokens."""
+def dispatched_bytes(sizes: Sizes, *, fp8: bool = False) -> float:
+    """Return the bytes that a rank receives in dispatch under balanced routing, including its own tokens."""
     ranks = sizes.layout.size("ep_etp")
     rows = balanced_load(sizes.model, sizes.layout, sizes.tokens).rows
     D = sizes.model.hidden_size

@@ -14,13 +14,13 @@ from graphmoe.plan.costs.layer_parts import (
     along_tp,
     attention_parts,
     dense_ffn_size,
+    dispatched_bytes,
     exchange,
     experts,
     fullest,
     gate,
     hidden,
     swiglu,
-    travelling_bytes,
     weight_forms,
 )
 from graphmoe.plan.costs.rates import FP32, Product, Speeds, default_rates
@@ -170,9 +170,9 @@ def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes) -> Iterator[SegmentTime]:
     # counts of all ranks are gathered between two barriers
     planning = has_replicas * (REPLICA_PLAN + 2 * barrier)
     yield _segment("moe_preprocess", [], kept["moe_preprocess"], (planning, 0.0), speeds)
-    arriving = travelling_bytes(sizes) if sizes.layout.size("ep_etp") > 1 else 0.0
+    arriving = dispatched_bytes(sizes) if sizes.layout.size("ep_etp") > 1 else 0.0
     sums = exchange(sizes, speeds, arriving)
-    travel = exchange(sizes, speeds, travelling_bytes(sizes, fp8=sizes.fp8_rows))
+    travel = exchange(sizes, speeds, dispatched_bytes(sizes, fp8=sizes.fp8_rows))
     dispatch = _segment("moe_dispatch", [], arriving, (travel, sums), speeds)
     counts_on_host = sizes.dispatcher == "alltoall"
     yield replace(dispatch, forward=dispatch.forward + counts_on_host * rates.host_us * 1e-6)

@@ -13,6 +13,7 @@ AUTO = "auto"
 FP8, DISPATCHER, SCOPE = "precision.fp8", "moe.dispatcher", "graph.scope"
 OVERLAP, SIZE = "pipeline.ep_overlap", "train.micro_batch_size"
 KEYS = (FP8, DISPATCHER, "moe.balance", SCOPE, "moe.sync_free_stage", OVERLAP, SIZE)
+ROUNDS = 4  # micro-batches for each rank of a pipeline, so that its bubble is short
 MICRO_BATCH_SIZE = 4  # on a CPU, and the most if memory is not projected
 
 

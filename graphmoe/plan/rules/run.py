@@ -24,7 +24,7 @@ from graphmoe.config.schema import (
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.experts import experts_of, has_experts, runs_pass
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.rules.auto import assumed_size
+from graphmoe.plan.rules.auto import ROUNDS, assumed_size
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
 
@@ -359,7 +359,7 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
         together = assumed_size(config) * Layout.of(parallel, launch.fake_world).dp
     except (ConfigError, ZeroDivisionError):  # other rules refuse these
         return config
-    count = config.pipeline.microbatches or 4 * parallel.pp if parallel.pp > 1 else 1
+    count = config.pipeline.microbatches or ROUNDS * parallel.pp if parallel.pp > 1 else 1
     # a given batch that does not divide is refused, as in a run
     if min(together, count) < 1 or (parallel.pp == 1 and train.global_batch_size % together == 0):
         return config

@@ -224,7 +224,8 @@ profile.steps=[1] profile.ranks=[-1] | counted from 0
 profile.steps=[1] launch.fake_world=8 | leave one of them out
 profile.steps=[1] profile.ranks=[0,2] launch.nproc=2 launch.nodes=1
     | profile.ranks=[0, 2] has a rank that is none of 2; use 0 to 1
-graph.scope=[attn,optimizer] | has optimizer; use one of none, partial, moe, layer, full_iteration, auto
+graph.scope=[attn,optimizer]
+    | has optimizer; use one of none, partial, moe, layer, full_iteration, auto, or a list
 graph.scope=[] | names no segment; use graph.scope=none
 graph.scope=partial compile.enabled=false
     | compile.enabled=true, graph.scope=full_iteration or graph.scope=none

@@ -4,7 +4,10 @@ A process has one server, which imports the list set last before its first child
 """
 
 import multiprocessing
+import os
 
+# Inductor asks for a GPU when it is imported. CUDA's own answer makes CUDA unusable in children of a fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
     "graphmoe.train", "graphmoe.training.run", "graphmoe.info", "graphmoe.runtime.launch.elastic",

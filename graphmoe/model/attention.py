@@ -22,8 +22,9 @@ from graphmoe.config.choices import look_up
 from graphmoe.config.schema import AttentionBackend, ModelConfig, RopeScaling
 from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
 from graphmoe.ops import HALF_DTYPES
-from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
+from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
+from graphmoe.ops.masked_attention import attention
 from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import ALONE, Layout
@@ -63,14 +64,18 @@ class CoreAttention:
     def exchanging(self) -> int:
         return 1 if self.ring else self.cp
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output [B, S / cp, H, V]; inputs come from `whole_sequence`."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None) -> Tensor:
+        """Return the attention output [B, S / cp, H, V]; inputs come from `whole_sequence`.
+
+        ``first_BS``: the first key of each query of whole sequences (`ops.masked_attention.attention`).
+        """
         with part("core_attn"):
             if self.ring:
+                assert first_BS is None
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
             how = {"groups": q.shape[2] != v.shape[2], "is_half": q.dtype in HALF_DTYPES}
             backend = choose_backend(self.backend, q.device.type, q.shape[-1], v.shape[-1], **how)
-            out = causal_attention(q, k, v, scale=self.scale, backend=backend)
+            out = attention(q, k, v, scale=self.scale, backend=backend, first_BS=first_BS)
         # [B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)
 

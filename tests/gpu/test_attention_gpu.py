@@ -9,8 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
+from graphmoe.ops.masked_attention import attention
 from tests.gpu.sleeping import capture, syncs_are_errors
 from tests.ops import test_attention as cases
+from tests.ops import test_masked_attention as masked
 from tests.ops.test_attention import assert_matches_reference, forward_and_gradients, reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
@@ -155,3 +157,30 @@ def test_a_captured_forward_and_backward_replays_on_new_inputs(shape, backend):
         captured[1:], forward_and_gradients(reference, exact, grad.double())[1:], strict=True
     ):
         assert_gradient_close(actual, wanted)
+
+
+@pytest.mark.parametrize("window, sinks", [(0, False), (100, True), (0, True)], ids=str)
+@pytest.mark.parametrize("shape", [MLA, GROUPED], ids=["mla", "grouped"])
+def test_captured_documents_windows_and_sinks_follow_new_inputs(shape, window, sinks):
+    *qkv, grad = make_inputs(shape)
+    B, S, H = shape[:3]
+    inputs = [*qkv, torch.randn(H, device="cuda", requires_grad=True)] if sinks else qkv
+    first_BS = masked.first_keys(9, B, S).cuda() if window or not sinks else None
+
+    def run(q, k, v, sinks_H=None):
+        how = {"first_BS": first_BS, "window": window, "sinks_H": sinks_H}
+        return attention(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa, **how)
+
+    with syncs_are_errors():
+        forward_and_gradients(run, inputs, grad)
+    graph, captured = capture(lambda: forward_and_gradients(run, inputs, grad))
+    with torch.no_grad():
+        for x in inputs:
+            x.mul_(0.5)
+        if first_BS is not None:
+            first_BS.copy_(masked.first_keys(90, B, S))
+    graph.replay()
+    again = forward_and_gradients(run, inputs, grad)
+    if first_BS is not None:  # cuDNN's backward is not deterministic
+        assert all(map(torch.equal, captured, again))
+    assert torch.equal(captured[0], again[0])

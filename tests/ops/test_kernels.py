@@ -21,6 +21,8 @@ QUICK = "test_swiglu"
 TRITON = tuple(map(int, version("triton").split(".")[:2]))
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Shared memory (LDS) that one program may use."""
+SPILLS = {"test_grouped_mlp": 16, "test_masked_attention": 32}
+"""Bytes outside the inner loop, of tiles that fill the registers, and were the fastest."""
 MX = ("sm_100", "gfx950")
 """Targets with products in mxfp8."""
 WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds of 16
@@ -63,6 +65,7 @@ PRODUCTS = {
     "test_fp8_mlp": ("rows_kernel", "weight_grad_kernel"),
     "test_mx_mlp": ("rows_kernel", "weight_grad_kernel"),
     "test_fp8_blocks": ("mx_product_kernel",),
+    "test_masked_attention": ("forward_kernel", "dq_kernel", "dkv_kernel"),
 }
 """Kernels that run on matrix instructions."""
 SCALED = {(file, target): n for file, n in (("test_mx_mlp", 39), ("test_fp8_blocks", 4)) for target in MX}
@@ -93,8 +96,7 @@ def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_m
     facts = compiled(f"tests.ops.{file}", target)
     errors = {name: fact.error for name, fact in facts.items() if fact.error}
     assert not errors, "\n\n".join(f"{name}: {error}" for name, error in errors.items())
-    # Up to four words in the epilogue of a tile that fills the registers are no loss.
-    spills = 16 if file == "test_grouped_mlp" and target.startswith("sm") else 0
+    spills = SPILLS.get(file, 0) if target.startswith("sm") else 0
     shared = SHARED_BYTES[target]
     wrong = {n: f for n, f in facts.items() if f.atomics or f.spills > spills or f.shared_bytes > shared}
     assert not wrong, f"spills, atomics or more than {shared} bytes of shared memory: {wrong}"

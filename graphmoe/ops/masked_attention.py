@@ -1,0 +1,147 @@
+"""Attention as one operation: causal, with documents, a window and sinks.
+
+Attention of whole sequences without sinks runs the backend's kernel (``ops.attention``). Sinks alone change
+the log-sum-exp around the fastest kernel of torch. Documents and windows run Triton kernels
+(``ops.attention_kernels``), measured faster on an H200 than FlexAttention and torch's flash kernel with
+cumulative lengths (docs/model.md). Shapes as in ``ops.attention``.
+"""
+
+import torch
+from torch import Tensor
+
+from graphmoe.config.schema import AttentionBackend
+from graphmoe.ops import accumulator, has_kernel, register_gradient
+from graphmoe.ops.attention import causal_attention
+from graphmoe.ops.ring_attention import attend_to_block, gradients_of_block
+
+
+def attention(
+    q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, *, scale: float, backend: AttentionBackend,
+    first_BS: Tensor | None = None, window: int = 0, sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return causal attention [B, S, H, V] in the dtype of the inputs. No device sync.
+
+    Query i sees keys max(first_BS[b, i], i - window + 1) to i. ``first_BS``, int32, does not decrease along
+    S; a query whose first key is past itself sees none and returns 0. ``window`` counts the query itself; 0:
+    no window. ``sinks_H`` is one more logit of each query of a head, whose probability is dropped.
+    ``backend`` runs whole sequences without sinks.
+    """
+    window = window if window < q_BSHE.shape[1] else 0
+    if first_BS is None and sinks_H is None and not window:
+        return causal_attention(q_BSHE, k_BSGE, v_BSGV, scale=scale, backend=backend)
+    return _forward(q_BSHE, k_BSGE, v_BSGV, first_BS, sinks_H, scale, window)[0]
+
+
+@torch.library.custom_op("graphmoe::attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Return out, and the log-sum-exp [B, H, S] with that of the sinks, in `accumulator`'s dtype."""
+    if first is None and not window:
+        assert sinks is not None
+        out, lse = attend_to_block(q, k, v, scale, True)
+        lse, sink = lse.to(accumulator(q)), sinks.to(accumulator(q))[:, None]
+        kept = torch.sigmoid(lse - sink).transpose(1, 2).unsqueeze(-1)
+        return (out * kept).to(q.dtype).contiguous(), torch.logaddexp(lse, sink.expand_as(lse)).contiguous()
+    if has_kernel(q):
+        from graphmoe.ops import attention_kernels as kernels
+
+        q, k, v = _rows(q, k, v)
+        return kernels.forward(q, k, v, first, sinks, scale, window)
+    return reference(q, k, v, first, sinks, scale, window)
+
+
+@torch.library.custom_op("graphmoe::attention_backward", mutates_args=())
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None,
+    out: Tensor, lse: Tensor, scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return gradients of q, k and v, and of the sinks (empty if there are none)."""
+    if has_kernel(q) and (first is not None or window):
+        from graphmoe.ops import attention_kernels as kernels
+
+        d_out, q, k, v = _rows(d_out, q, k, v)
+        *gradients, delta = kernels.backward(d_out, q, k, v, first, out, lse, scale, window)
+    else:
+        delta = (d_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+        if first is None and not window:
+            gradients = [*gradients_of_block(d_out, q, k, v, out, lse, scale, True)]
+        else:
+            gradients = [*_reference_gradients(d_out, q, k, v, first, lse, delta, scale, window)]
+    dq, dk, dv = (x.to(q.dtype).contiguous() for x in gradients)
+    if sinks is None:
+        return dq, dk, dv, lse.new_empty(0)
+    d_sinks = -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2))
+    return dq, dk, dv, d_sinks.to(sinks.dtype)
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    batch, seq, heads, _ = q.shape
+    return q.new_empty(batch, seq, heads, v.shape[-1]), q.new_empty(batch, heads, seq, dtype=accumulator(q))
+
+
+@_backward.register_fake
+def _(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None,
+    out: Tensor, lse: Tensor, scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_sinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_sinks
+
+
+def _gradient(d_out: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, d_sinks = _backward(d_out, *saved)
+    return dq, dk, dv, None, d_sinks if saved[4] is not None else None
+
+
+register_gradient(_forward, _gradient, lambda inputs, output: (*inputs[:5], *output, *inputs[5:]))
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """The operation with all logits [B, G, H / G, S, S] in memory, for CPUs and fp64."""
+    logits, seen = _logits(q, k, first, scale, window)
+    lse = logits.masked_fill(~seen, -torch.inf).logsumexp(-1).flatten(1, 2)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse)[:, None].expand_as(lse))
+    p = _probabilities(logits, seen, lse)
+    out = torch.einsum("bghst,btgv->bsghv", p, v.to(p.dtype)).flatten(2, 3)
+    return out.to(q.dtype).contiguous(), lse.contiguous()
+
+
+def _reference_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, lse: Tensor, delta: Tensor,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    p = _probabilities(*_logits(q, k, first, scale, window), lse)
+    groups = k.shape[2]
+    q, k, v, d_out = (x.to(p.dtype) for x in (q, k, v, d_out))
+    d_out, q = (x.unflatten(2, (groups, -1)) for x in (d_out, q))
+    d_logits = p * (torch.einsum("bsghv,btgv->bghst", d_out, v) - delta.unflatten(1, (groups, -1))[..., None])
+    dq = scale * torch.einsum("bghst,btge->bsghe", d_logits, k).flatten(2, 3)
+    dk = scale * torch.einsum("bghst,bsghe->btge", d_logits, q)
+    return dq, dk, torch.einsum("bghst,bsghv->btgv", p, d_out)
+
+
+def _logits(q: Tensor, k: Tensor, first: Tensor | None, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    dtype, position_S = accumulator(q), torch.arange(q.shape[1], device=q.device)
+    first_BS = (position_S - (window or len(position_S)) + 1)[None]
+    if first is not None:
+        first_BS = torch.maximum(first_BS, first)
+    seen_BST = (position_S >= first_BS[..., None]) & (position_S <= position_S[:, None])
+    grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    return scale * torch.einsum("bsghe,btge->bghst", grouped, k.to(dtype)), seen_BST[:, None, None]
+
+
+def _probabilities(logits: Tensor, seen: Tensor, lse: Tensor) -> Tensor:
+    # the maximum of each query is subtracted by its log-sum-exp, which is -inf for one without keys
+    of_query = lse.unflatten(1, logits.shape[1:3])[..., None]
+    return (logits - of_query).exp().masked_fill(~seen, 0.0)
+
+
+def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

@@ -61,6 +61,10 @@ def counting(config, seq_len, vocab_size):
     words = ("data.source=own_sources:counting", "train.steps=40", "train.val_interval=40")
     losses = rows_of(tmp_path / "run", "val_loss", *words, "train.val_batches=2")
     assert losses[-1] < losses[0] - 1, "the next number is easy to guess"
+    with pytest.raises(
+        ConfigError, match="needs Corpus.end_token, which data.source=own_sources:counting does"
+    ):
+        trainer_in(tmp_path / "masked", *words, "data.document_mask=true")
 
 
 def test_kernels_of_the_experts(own, tmp_path, as_traced):
@@ -230,6 +234,12 @@ def test_an_axis_that_an_attention_does_not_declare_is_refused(axis, own_attenti
         check(config(*OWN_ATTENTION, f"parallel.{axis}=2", "launch.nproc=2"))
 
 
+def test_a_document_mask_that_an_attention_does_not_take_is_refused(own_attention):
+    said = "the facts of model.attention=own_attention:Mine do not set documents; use .* or gqa, or"
+    with pytest.raises(ConfigError, match=said):
+        check(config(*OWN_ATTENTION, "data.document_mask=true", "data.document_length=5"))
+
+
 def test_memory_that_an_attention_does_not_declare_is_not_projected_and_it_has_no_family(own_attention):
     run = config(*OWN_ATTENTION, "compile.enabled=true")
     why_not = projected_memory(plan_of(run, 1))["why_not"]
@@ -275,6 +285,7 @@ def test_a_layer_trains_and_its_dense_layers_are_its_own(own_layers, tmp_path):
 
 def test_a_layer_compiles_to_what_it_is(own_layers, tmp_path, as_traced):
     words = (*COMPILED, "train.steps=3", "compile.cache=false", "model.layer=own_layers:Sandwich")
+    words += ("data.document_mask=true", "data.document_length=5")
     switches = ("compile.enabled=false", "compile.enabled=true")
     plain, compiled = (rows_of(tmp_path / each, "loss", *words, each) for each in switches)
     assert compiled == pytest.approx(plain, rel=1e-5)

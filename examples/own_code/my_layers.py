@@ -13,12 +13,14 @@ class NormedAfter(nn.Module):
         super().__init__()
         self.attn, self.norm = attn, RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, x_BSD, cos_SP, sin_SP):
-        return x_BSD + self.norm(self.attn(x_BSD, cos_SP, sin_SP) - x_BSD)
+    def forward(self, x_BSD, *tables):  # cos_SP, sin_SP, and first_BS with data.document_mask
+        return x_BSD + self.norm(self.attn(x_BSD, *tables) - x_BSD)
 
 
 class Sandwich(MoELayer):
     """A MoE layer with a norm before its attention and one after it."""
+
+    documents = True
 
     def __init__(self, config, *others):
         super().__init__(config, *others)

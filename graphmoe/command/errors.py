@@ -133,7 +133,8 @@ ANSWERS = {
     "checkpoint.init_from=FOLDER",
     r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"there is no training on answers alone: {_ALL_COUNT}; "
     "checkpoint.init_from=FOLDER data=files goes on with weights on your text",
-    r"\w*masks?|ignore_index": f"there is no mask: {_ALL_COUNT}, and attention sees a whole sample",
+    r"\w*masks?|ignore_index": f"there is no mask of answers: {_ALL_COUNT}; data.document_mask=true keeps "
+    "attention and losses within a document",
     "dpo|ppo|grpo|rlhf|rewards?|preferences?": "there is no training by rewards or preferences",
     "muon|shampoo|soap": "the optimizer is optim.name=adamw; the one asked for updates whole matrices, and "
     "custom rules update single elements",
@@ -161,7 +162,8 @@ ANSWERS = {
     r"flash\w*|xformers|attn_implementation": "model.attention_backend=auto is the fastest kernel",
     "accelerate|ddp|lightning|horovod|ray": "launch.nproc=8 starts a process for each GPU, launch.nodes=2 on "
     "more nodes; torchrun, srun and mpirun work too",
-    r"\w*packing": "samples are always packed: documents end to end, cut at data.seq_len",
+    r"\w*packing": "samples are always packed: documents end to end, cut at data.seq_len; "
+    "data.document_mask=true keeps attention within a document",
     "capacity_factor|drop_tokens|token_drop": "no token is dropped; moe.receive_budget bounds memory",
     "sliding_window|window": "there is no window: attention is causal over the whole sample",
     "ema": "there is no average of weights over steps",

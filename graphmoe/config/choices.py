@@ -19,12 +19,14 @@ class SourceFacts(NamedTuple):
     needs: tuple[str, ...] = ()  # required keys of ``data``
     reads: tuple[str, ...] | None = None  # optional keys of ``data``; None: any
     endless: bool = True
+    end_key: str | None = None  # optional key that gives the source a token after each document
 
     def ignores(self, key: str) -> bool:
         return self.reads is not None and key not in (*EVERY_SOURCE, *self.needs, *self.reads)
 
 
-EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir")  # keys of ``data`` for all sources
+# keys of ``data`` for all sources
+EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir", "document_mask")
 _TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
 _HF = ("hf_config", "hf_split", "hf_val_split")
 SOURCES = {
@@ -33,8 +35,8 @@ SOURCES = {
         ("paths", "tokenizer"), (*_TEXT, "weights", "val_paths", "text_field"), endless=False
     ),
     "hf": SourceFacts(("hf_name", "tokenizer"), (*_TEXT, *_HF, "text_field")),
-    "memmap": SourceFacts(("paths",), (*_TEXT, "weights", "val_paths"), endless=False),
-    "synthetic": SourceFacts(reads=()),
+    "memmap": SourceFacts(("paths",), (*_TEXT, "weights", "val_paths"), endless=False, end_key="tokenizer"),
+    "synthetic": SourceFacts(reads=("document_length",), end_key="document_length"),
 }
 ATTENTIONS = OneOf(("mla", "gqa"))
 LAYERS = OneOf(("standard",))

@@ -81,6 +81,10 @@ class DataConfig:
     """A tokenizer.json, its folder, or a hub name; default: that of the initial weights."""
     eod_token: str | None = None
     """Token after each document; default: the tokenizer's end token."""
+    document_mask: bool = False
+    """Keep attention, positions and losses within a document (docs/model.md)."""
+    document_length: Size | None = None
+    """data=synthetic: mean tokens of a document, > 0; null: one endless document."""
     bpe_vocab_size: int = 4096
     """Vocabulary size of data=stdlib's tokenizer, 300 to model.vocab_size."""
     cache_dir: str | None = None

@@ -30,6 +30,8 @@ class Corpus:
     counts: dict[str, Any] = field(default_factory=dict)
     bad_records: BadRecords = field(default_factory=BadRecords)
     check: ContentCheck = field(default_factory=ContentCheck)
+    end_token: int | None = None
+    """Id of the token after each document; None if there is none, or if it is unknown."""
 
     @property
     def bad(self) -> Counter[str]:

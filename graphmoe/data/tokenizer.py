@@ -21,6 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the end token in published tokenizers, in the order in which they are looked for.
 DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", DEEPSEEK_END, "[EOD]", "[EOS]", "</s>", "<eos>")
+TRAINED_END = 0  # id of the end token of a tokenizer that `train_bpe` trains
 FILE = "tokenizer.json"
 # the tokenizers library takes time for each id below the largest: 10 s for 1e9, several times
 LARGEST_ID = 2**24 - 1
@@ -134,7 +135,7 @@ def usual_end(tokenizer: Tokenizer, path: str | Path) -> int | None:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, length: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer of at most ``vocab_size`` ids; id 0 ends a document."""
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` ids; `TRAINED_END` ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -5,7 +5,7 @@ keys and values (``ops.ring_attention``). Rotary embedding: RoFormer (arXiv 2104
 (arXiv 2309.00071, sections 3.2 and 3.4) with mscale of DeepSeek-V2 (arXiv 2405.04434, section 3.1.4).
 
 Suffixes: B batch, S sequence, D hidden, H query heads, G key-value heads, N head part without and R with
-rotary embedding, Q = N + R, V value head, P = R / 2.
+rotary embedding, Q = N + R, V value head, P = R / 2. ``cos`` and ``sin``: [S, P] or [B, S, P].
 """
 
 from __future__ import annotations
@@ -84,6 +84,13 @@ class CoreAttention:
         return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
 
 
+def in_documents(table_SP: Tensor, first_BS: Tensor | None) -> Tensor:
+    """Return a rotary table whose positions restart at ``first_BS``, [B, S, P]; the table itself for None."""
+    if first_BS is None:
+        return table_SP
+    return table_SP[torch.arange(first_BS.shape[1], device=first_BS.device) - first_BS]
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
@@ -107,9 +114,12 @@ class LatentAttention(nn.Module):
         self.kv_up = column_parallel(self.latent, heads * (nope + value), tp)
         self.out_proj = row_parallel(heads * value, width, tp)
 
-    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, first_BS: Tensor | None = None
+    ) -> Tensor:
         """x + attention(norm(x)), shape [B, S / (cp * tp), D]."""
         h_BSD = self.norm(x_BSD)
+        cos, sin = in_documents(cos_SP, first_BS), in_documents(sin_SP, first_BS)
         compresses_q = hasattr(self, "q_down")
         q_latent = self.q_norm(self.q_down(h_BSD)) if compresses_q else h_BSD
         kv_latent, k_BSR = self.kv_down(h_BSD).split([self.latent, self.sizes[1]], dim=-1)
@@ -119,8 +129,8 @@ class LatentAttention(nn.Module):
             q_BSHQ, kv = q.unflatten(-1, (self.num_heads, -1)), self._up(kv_latent)
         q_BSHQ = self.attend.whole_sequence(q_BSHQ)
         with part("mla_up_proj"):
-            q_BSHQ, k_BSHQ, v_BSHV = self._heads(q_BSHQ, kv, k_BSR, cos_SP, sin_SP)
-        out_BSHV = self.attend(q_BSHQ, k_BSHQ, v_BSHV)
+            q_BSHQ, k_BSHQ, v_BSHV = self._heads(q_BSHQ, kv, k_BSR, cos, sin)
+        out_BSHV = self.attend(q_BSHQ, k_BSHQ, v_BSHV, first_BS)
         return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
 
     def _gathered(self, q_latent: Tensor, *of_keys: Tensor) -> tuple[Tensor, ...]:
@@ -146,14 +156,14 @@ class LatentAttention(nn.Module):
         return F.linear(kv_latent, rows.index_select(0, index_along("cp", rows).unsqueeze(0)).squeeze(0))
 
     def _heads(
-        self, q_BSHQ: Tensor, kv: Tensor, k_BSR: Tensor, cos_SP: Tensor, sin_SP: Tensor
+        self, q_BSHQ: Tensor, kv: Tensor, k_BSR: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         nope, rope, value = self.sizes
         heads = self.num_heads // self.attend.exchanging
         q_BSHN, q_BSHR = q_BSHQ.split([nope, rope], dim=-1)
         k_BSHN, v_BSHV = kv.unflatten(-1, (heads, nope + value)).split([nope, value], dim=-1)
-        k_BS1R = rotate_pairs(k_BSR.unsqueeze(2), cos_SP, sin_SP)
-        q_BSHQ = torch.cat([q_BSHN, rotate_pairs(q_BSHR, cos_SP, sin_SP)], dim=-1)
+        k_BS1R = rotate_pairs(k_BSR.unsqueeze(2), cos, sin)
+        q_BSHQ = torch.cat([q_BSHN, rotate_pairs(q_BSHR, cos, sin)], dim=-1)
         k_BSHQ = torch.cat([k_BSHN, k_BS1R.expand(-1, -1, heads, -1)], dim=-1)
         return q_BSHQ, k_BSHQ, v_BSHV
 
@@ -175,7 +185,9 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.out_proj = row_parallel(heads * size, config.hidden_size, tp)
 
-    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, first_BS: Tensor | None = None
+    ) -> Tensor:
         """x + attention(norm(x)), shape [B, S / (cp * tp), D]."""
         h_BSD = all_gather(self.norm(x_BSD), "tp", self.tp, dim=1)
         q_BSHR = self.q_norm(self.q_proj(h_BSD).unflatten(-1, (-1, self.head_dim)))
@@ -183,9 +195,9 @@ class GroupedQueryAttention(nn.Module):
         v_BSGV = self.v_proj(h_BSD).unflatten(-1, (-1, self.head_dim))
         if self.attend.exchanging > 1:
             q_BSHR, k_BSGR, v_BSGV = self._whole_sequence(q_BSHR, k_BSGR, v_BSGV)
-        q_BSHR = rotate_halves(q_BSHR, cos_SP, sin_SP)
-        k_BSGR = rotate_halves(k_BSGR, cos_SP, sin_SP)
-        out_BSHV = self.attend(q_BSHR, k_BSGR, v_BSGV)
+        cos, sin = in_documents(cos_SP, first_BS), in_documents(sin_SP, first_BS)
+        q_BSHR, k_BSGR = rotate_halves(q_BSHR, cos, sin), rotate_halves(k_BSGR, cos, sin)
+        out_BSHV = self.attend(q_BSHR, k_BSGR, v_BSGV, first_BS)
         return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
 
     def _whole_sequence(self, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -240,20 +252,20 @@ def attention_scale(config: ModelConfig, head_dim: int) -> float:
     return scale
 
 
-def rotate_pairs(x_BSHR: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+def rotate_pairs(x_BSHR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbouring elements (0, 1), (2, 3), ... as DeepSeek checkpoints store them."""
     a, b = x_BSHR.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack(_rotate(a, b, cos_SP, sin_SP), dim=-1).flatten(-2).to(x_BSHR.dtype)
+    return torch.stack(_rotate(a, b, cos, sin), dim=-1).flatten(-2).to(x_BSHR.dtype)
 
 
-def rotate_halves(x_BSHR: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+def rotate_halves(x_BSHR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate element i with element i + R / 2, as Qwen3 and Mixtral checkpoints store them."""
     a, b = x_BSHR.float().chunk(2, dim=-1)
-    return torch.cat(_rotate(a, b, cos_SP, sin_SP), dim=-1).to(x_BSHR.dtype)
+    return torch.cat(_rotate(a, b, cos, sin), dim=-1).to(x_BSHR.dtype)
 
 
-def _rotate(a: Tensor, b: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cos_SP[:, None], sin_SP[:, None]
+def _rotate(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return a * cos - b * sin, a * sin + b * cos
 
 

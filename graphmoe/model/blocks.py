@@ -63,6 +63,18 @@ def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
     return whole.unflatten(dim, (chunks, -1)).index_select(dim, places).flatten(dim, dim + 1)
 
 
+def document_starts(tokens_BS: Tensor, end_token: int) -> Tensor:
+    """Return where each position's document starts, int32 [B, S]; ``end_token`` ends one. No device sync."""
+    position_S = torch.arange(tokens_BS.shape[1], dtype=torch.int32, device=tokens_BS.device)
+    # position 0 starts a document whatever wraps around to it
+    return ((tokens_BS == end_token).roll(1, dims=1) * position_S).cummax(dim=1).values
+
+
+def attended_pairs(first_BS: Tensor) -> Tensor:
+    """Return the number of pairs of a query and a key that it attends to, int64 scalar. No device sync."""
+    return (torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device) - first_BS).sum()
+
+
 class Embedding(nn.Embedding):
     """Maps token ids [B, S] to this rank's part of the sequence, [B, S / tp, D]."""
 

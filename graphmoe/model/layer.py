@@ -34,6 +34,7 @@ from graphmoe.segments import Executor, Segment, run_segments
 
 OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load", "replicas")
 PLAN = ("counts", "ends", "row", "slot")
+ATTN_READS = ("x", "cos", "sin")
 
 
 class MoEOutput(NamedTuple):
@@ -57,7 +58,16 @@ class MoEOutput(NamedTuple):
         return cls(*(named.get(name) for name in OUTPUTS))  # type: ignore[arg-type]
 
 
+def attn_inputs(
+    x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, first_BS: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the inputs of attn by name; ``first`` only if attention stays within documents."""
+    return {"x": x_BSD, "cos": cos_SP, "sin": sin_SP} | ({} if first_BS is None else {"first": first_BS})
+
+
 class DenseLayer(nn.Module):
+    attn_reads: tuple[str, ...] = ATTN_READS
+
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
         self.attn = build_attention(config, layout)
@@ -65,7 +75,7 @@ class DenseLayer(nn.Module):
 
     def segments(self, index: int | None = None) -> list[Segment]:
         return [
-            Segment("attn", self.attn, ("x", "cos", "sin"), ("x",), layer=index),
+            Segment("attn", self.attn, self.attn_reads, ("x",), layer=index),
             Segment("mlp", self.mlp, ("x",), ("x",), layer=index),
         ]
 
@@ -76,8 +86,9 @@ class DenseLayer(nn.Module):
         sin_SP: Tensor,
         execute: Executor = run_segments,
         index: int | None = None,
+        first_BS: Tensor | None = None,
     ) -> Tensor:
-        (x_BSD,) = execute(self.segments(index), {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}, ("x",))
+        (x_BSD,) = execute(self.segments(index), attn_inputs(x_BSD, cos_SP, sin_SP, first_BS), ("x",))
         return x_BSD
 
 
@@ -90,6 +101,9 @@ class MoELayer(nn.Module):
     dense: type[DenseLayer] = DenseLayer
     axes: tuple[str, ...] = ()
     """Axes of tp and cp that a plug-in supports."""
+    documents = False
+    """True if a plug-in gives all inputs of attn to ``self.attn``, so that ``data.document_mask`` works."""
+    attn_reads: tuple[str, ...] = ATTN_READS
 
     def __init__(
         self,
@@ -146,7 +160,7 @@ class MoELayer(nn.Module):
         apart = ["counted"] if self.moe_router.counts_apart else []
         routed = ("h", "weight", "experts", "loss", "stats", *apart)
         pieces = [
-            piece("attn", self.attn, ("x", "cos", "sin"), ("x",)),
+            piece("attn", self.attn, self.attn_reads, ("x",)),
             piece("moe_router", self.moe_router, read, routed),
         ]
         if self.dispatcher is not None:
@@ -229,8 +243,9 @@ class MoELayer(nn.Module):
         sin_SP: Tensor,
         execute: Executor = run_segments,
         index: int | None = None,
+        first_BS: Tensor | None = None,
     ) -> MoEOutput:
-        tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP, **self.earlier()}
+        tensors = attn_inputs(x_BSD, cos_SP, sin_SP, first_BS) | self.earlier()
         return MoEOutput.from_results(self.writes, execute(self.segments(index), tensors, self.writes))
 
 
@@ -281,8 +296,9 @@ class MtpLayer(nn.Module):
         sin_SP: Tensor,
         execute: Executor = run_segments,
         index: int | None = None,
+        first_BS: Tensor | None = None,
     ) -> MoEOutput:
-        tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
-        tensors |= self.layer.earlier()
+        tensors = attn_inputs(h_BSD, cos_SP, sin_SP, first_BS) | self.layer.earlier()
+        tensors |= {"normed": tensors.pop("x"), "embedded": embedded_BSD}
         writes = self.layer.writes
         return MoEOutput.from_results(writes, execute(self.segments(index), tensors, writes))

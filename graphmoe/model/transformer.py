@@ -17,13 +17,15 @@ from graphmoe.model.blocks import (
     IGNORED,
     Embedding,
     RMSNorm,
+    attended_pairs,
     column_parallel,
     cross_entropy_sum,
+    document_starts,
     own_positions,
     tie_head,
 )
 from graphmoe.model.dispatch import has_load
-from graphmoe.model.layer import MoELayer, MoEOutput, MtpLayer, layer_class
+from graphmoe.model.layer import ATTN_READS, DenseLayer, MoELayer, MoEOutput, MtpLayer, layer_class
 from graphmoe.model.moe_segments import ROUTER_STATS, Router
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
@@ -52,6 +54,8 @@ class LossOutput(NamedTuple):
     """Rows and slots received by this rank in each MoE layer, int32."""
     replicas: Tensor | None = None
     """Number of replicas over all ranks and MoE layers, int64."""
+    attended: Tensor | None = None
+    """Attended pairs of a query and a key, int64, 0 in a stage without the loss; None if all are causal."""
     carried: tuple[Tensor, ...] = ()
     """Tensors [B, S, D] for the next stage: the last state, or after the final norm those of all depths."""
 
@@ -133,6 +137,17 @@ class Transformer(nn.Module):
             self.embed.weight.parallel = parallel  # type: ignore[union-attr]
         self._rope: tuple[Tensor, Tensor] | None = None
         self._own_rope: tuple[Tensor, Tensor] | None = None
+        self.end_token: int | None = None  # that documents end with; None: a sequence is one document
+
+    def mask_documents(self, end_token: int) -> None:
+        """Keep attention, positions and losses within documents; ``end_token`` ends one."""
+        self.end_token = end_token
+        for module in self.modules():
+            if isinstance(module, DenseLayer | MoELayer):
+                module.attn_reads = (*ATTN_READS, "first")
+
+    def _first(self, tokens_BS: Tensor) -> Tensor | None:
+        return None if self.end_token is None else document_starts(tokens_BS, self.end_token)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return next-token logits, fp32 [B, S, V]. *Raises* ConfigError if tp or cp splits them."""
@@ -164,15 +179,20 @@ class Transformer(nn.Module):
         """Run a stage on the tensors ``carried`` from the stage before. No device sync."""
         outputs: list[MoEOutput] = []
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
+        first_BS, attended = self._first(tokens_BS), None
+        if self.end_token is not None and first_BS is not None:
+            attended = attended_pairs(first_BS) * pieces.loss
+            # the token after an end token begins another document
+            labels_BS = labels_BS.masked_fill(tokens_BS == self.end_token, IGNORED)
         if pieces.embed:
             carried = (self._embed(tokens_BS, execute),)
         if len(pieces.layers):
             (x_BSD,) = carried
-            x_BSD, outputs = self._run_layers(x_BSD, pieces.layers, rope, execute)
+            x_BSD, outputs = self._run_layers(x_BSD, pieces.layers, rope, execute, first_BS)
             carried = (x_BSD,)
         losses: list[Tensor] = []
         if pieces.loss or len(pieces.mtp):
-            carried, losses = self._predict(pieces, carried, tokens_BS, labels_BS, execute, outputs)
+            carried, losses = self._predict(pieces, carried, tokens_BS, labels_BS, execute, outputs, first_BS)
         # stages without a loss return zeros, so all stages return the same tensors
         none = torch.zeros((), device=tokens_BS.device)
         cross_entropy = losses[0] if losses else none
@@ -189,7 +209,9 @@ class Transformer(nn.Module):
         replicas = (torch.stack(slots) >= 0).sum() if slots else None
         handed = () if pieces.loss else carried
         detached = cross_entropy.detach(), mtp.detach()
-        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, received_L2, replicas, handed)
+        return LossOutput(
+            total, *detached, stats_L3, counts_LE, counted_LE, received_L2, replicas, attended, handed
+        )
 
     def _predict(
         self,
@@ -199,6 +221,7 @@ class Transformer(nn.Module):
         labels_BS: Tensor,
         execute: Executor,
         outputs: list[MoEOutput],
+        first_BS: Tensor | None,
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         rope, losses = self.rope(tokens_BS.shape[1], tokens_BS.device), list[Tensor]()
 
@@ -207,7 +230,7 @@ class Transformer(nn.Module):
             wanted = ["normed"] if norm and (depth < len(self.mtp) or not pieces.loss) else []
             if pieces.loss:
                 named["labels"] = self._own(
-                    shift_left(labels_BS, depth, fill=IGNORED) if depth else labels_BS
+                    shift_left(labels_BS, depth, IGNORED, first_BS) if depth else labels_BS
                 )
                 wanted = ["cross_entropy", *wanted]
             results = list(execute(self.loss_head.segments(norm, loss=pieces.loss), named, tuple(wanted)))
@@ -225,8 +248,8 @@ class Transformer(nn.Module):
         for k in pieces.mtp:
             layer, depth = self.mtp[k], k + 1
             assert isinstance(layer, MtpLayer)
-            embedded_BSD = self._embed(shift_left(tokens_BS, depth, fill=0), execute)
-            output = layer(normed[-1], embedded_BSD, *rope, execute, len(self.layers) + k)
+            embedded_BSD = self._embed(shift_left(tokens_BS, depth, 0, first_BS), execute)
+            output = layer(normed[-1], embedded_BSD, *rope, execute, len(self.layers) + k, first_BS)
             outputs.append(output)
             normed += finish(output.x_BSD, layer.norm, depth)
         return tuple(normed), losses
@@ -237,15 +260,21 @@ class Transformer(nn.Module):
         """Return states before the final norm, outputs of the MoE layers, and rotary tables."""
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
         x_BSD = self._embed(tokens_BS, execute)
-        x_BSD, outputs = self._run_layers(x_BSD, range(len(self.layers)), rope, execute)
+        layers = range(len(self.layers))
+        x_BSD, outputs = self._run_layers(x_BSD, layers, rope, execute, self._first(tokens_BS))
         return x_BSD, outputs, rope
 
     def _run_layers(
-        self, x_BSD: Tensor, layers: range, rope: tuple[Tensor, Tensor], execute: Executor
+        self,
+        x_BSD: Tensor,
+        layers: range,
+        rope: tuple[Tensor, Tensor],
+        execute: Executor,
+        first_BS: Tensor | None,
     ) -> tuple[Tensor, list[MoEOutput]]:
         outputs = []
         for index in layers:
-            output = self.layers[index](x_BSD, *rope, execute, index)
+            output = self.layers[index](x_BSD, *rope, execute, index, first_BS)
             if isinstance(output, MoEOutput):
                 outputs.append(output)
                 output = output.x_BSD
@@ -353,9 +382,12 @@ def _layers(
             yield moe_layer(config, execution, layout, dispatcher)
 
 
-def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:
-    """Return values[:, i + by] at position i, ``fill`` past the end."""
+def shift_left(values_BS: Tensor, by: int, fill: int, first_BS: Tensor | None = None) -> Tensor:
+    """Return values[:, i + by] at position i, ``fill`` past the end, or if another document has i + by."""
     # the wrapped-around values are masked below
     shifted_BS = values_BS.roll(-by, dims=1)
     position_S = torch.arange(values_BS.shape[1], device=values_BS.device)
-    return shifted_BS.masked_fill(position_S >= values_BS.shape[1] - by, fill)
+    missing = position_S >= values_BS.shape[1] - by
+    if first_BS is not None:
+        missing = missing | (first_BS.roll(-by, dims=1) != first_BS)
+    return shifted_BS.masked_fill(missing, fill)

@@ -45,6 +45,8 @@ class AttentionFacts:
     """Weights that compute heads from latents; ``recompute.ops=[mla_up_proj]`` recomputes these heads."""
     axes: tuple[str, ...] = ()
     """Supported axes among tp and cp."""
+    documents: bool = False
+    """True if ``forward`` takes first_BS, int32 [B, S]: the first position that each position attends to."""
     kept: int | None = None
     """Further saved elements of a token, sharded over tp, besides queries, keys, values, result and inputs
     of `normed_heads`; None: unknown.
@@ -94,6 +96,7 @@ def _latent(model: ModelConfig) -> AttentionFacts:
         latents=Latents(rank, latent),
         up=(queries[-1].name, "kv_up"),
         axes=("tp", "cp"),
+        documents=True,
         kept=0,
         keys=("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         problems=tuple(problems()),
@@ -125,6 +128,7 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
         kv_heads=groups,
         normed_heads=heads + groups if model.qk_norm else 0,
         axes=("tp", "cp"),
+        documents=True,
         kept=0,
         keys=("num_kv_heads", "head_dim", "qk_norm"),
         problems=tuple(problems()),

@@ -30,11 +30,18 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    plan: Plan, device: torch.device, mesh: Mesh, dispatcher: Dispatcher | None, *, has_values: bool = True
+    plan: Plan,
+    device: torch.device,
+    mesh: Mesh,
+    dispatcher: Dispatcher | None,
+    *,
+    has_values: bool = True,
+    end_token: int | None = None,
 ) -> tuple[Transformer, StepOptimizer]:
     """Build this rank's model with initial weights, and its optimizer. Collective.
 
-    Without ``has_values`` weights are uninitialized. *Raises* ConfigError for fsdp2 on one rank.
+    Without ``has_values`` weights are uninitialized. ``end_token`` is that of ``data.document_mask``.
+    *Raises* ConfigError for fsdp2 on one rank.
     """
     shards = plan.parallel.dp_shard is DpShard.fsdp2
     if shards and mesh.layout.size("world") == 1:
@@ -53,6 +60,9 @@ def build(
         dispatcher=dispatcher,
         stages=plan.own_stages(mesh.index("pp")),
     )
+    if plan.data.document_mask:
+        assert end_token is not None
+        model.mask_documents(end_token)
     if not shards:
         whole = Optimizer(model, plan.optim, plan.train, mesh)
         if (by := FORMATS.get(plan.precision.fp8)) and by.is_delayed:

@@ -113,6 +113,8 @@ def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer |
         return model
     alone = build_model(model.config, device="meta", execution=execution)
     alone.load_state_dict(model.state_dict(), assign=True)
+    if model.end_token is not None:
+        alone.mask_documents(model.end_token)
     for router, other in zip(alone.routers(), model.routers(), strict=True):
         router.earlier_counts, router.load_ends = other.earlier_counts, other.load_ends  # not in the state
     return alone

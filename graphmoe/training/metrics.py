@@ -23,7 +23,7 @@ from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.machine import device_name
 from graphmoe.run.metrics_file import BESIDE_STEPS, cut_metrics
 from graphmoe.runtime.host.files import LineFile
-from graphmoe.training.step_rows import RECEIVED, REPLICATED, StepRow
+from graphmoe.training.step_rows import MASKED, RECEIVED, REPLICATED, StepRow
 from graphmoe.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class Throughput(NamedTuple):
     flops_per_token: float
     peak: float | None  # dense bf16 peak of a device; None if unknown
     num_devices: int = 1
+    keys: float = 0.0  # with ``data.document_mask``: keys of a token that ``flops_per_token`` counts
+    flops_per_key: float = 0.0  # of a token
 
     @classmethod
     def of_run(cls, plan: Plan, device: torch.device) -> Throughput:
@@ -44,20 +46,27 @@ class Throughput(NamedTuple):
             flops_per_token(plan.model, plan.seq_len),
             plan.log.peak_tflops or peak_tflops(device_name(device)),
             plan.layout.size("world"),
+            plan.data.document_mask * plan.seq_len / 2,
+            flops_per_token(plan.model, 2) - flops_per_token(plan.model, 0),  # half of 2 keys
         )
 
     def describe(self) -> str:
         gflop = self.flops_per_token / 1e9
         text = f"TFLOP/s = tokens/s x {gflop:.3f} GFLOP per token (forward and backward)"
+        if self.keys:
+            text += f" that attends to {self.keys:g} keys, {self.flops_per_key / 1e9:.3g} for each key"
         if self.num_devices > 1:
             text += f" / {self.num_devices} devices"
         if self.peak:
             return f"{text}; MFU = TFLOP/s over {self.peak:g} dense bf16"
         return f"{text}; no MFU: the peak of this device is not known (log.peak_tflops sets it)"
 
-    def of(self, seconds: float) -> dict[str, float | None]:
-        tokens_per_s = self.tokens_per_step / seconds
-        tflops = tokens_per_s * self.flops_per_token / 1e12 / self.num_devices
+    def of(self, seconds: float, attended_keys: float | None = None) -> dict[str, float | None]:
+        """Return the rates of a step; ``attended_keys``: mean of a token, by default without a mask."""
+        tokens_per_s, flops = self.tokens_per_step / seconds, self.flops_per_token
+        if attended_keys is not None:
+            flops += self.flops_per_key * (attended_keys - self.keys)
+        tflops = tokens_per_s * flops / 1e12 / self.num_devices
         mfu = tflops / self.peak if self.peak else None
         return {"tokens_per_s": tokens_per_s, "tflops": tflops, "mfu": mfu}
 
@@ -121,7 +130,7 @@ def to_json(
     found = {
         "step": row.step,
         **{name: values[name] for name in ("loss", "grad_norm", "lr")},
-        **throughput.of(row.seconds),
+        **throughput.of(row.seconds, values.get(MASKED[0])),
         "memory_gib": round(memory_gib, 3),
         "step_s": row.seconds,
         "tokens": tokens,
@@ -132,7 +141,7 @@ def to_json(
         "skipped": bool(values["skipped"]),
         "skipped_total": int(values["skipped_total"]),
     }
-    return found | {name: values[name] for name in (RECEIVED[0], *REPLICATED) if name in values}
+    return found | {name: values[name] for name in (RECEIVED[0], *REPLICATED, *MASKED) if name in values}
 
 
 def _finite(value: Any) -> Any:

@@ -45,7 +45,7 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
     open_dispatcher(plan, mesh, device)
     seed_everything(plan.train.seed, plan.precision, device)
     corpus, loader = _open_data(plan, ranks, device)
-    model, optimizer = build(plan, device, mesh, make_dispatcher(plan, mesh))
+    model, optimizer = build(plan, device, mesh, make_dispatcher(plan, mesh), end_token=corpus.end_token)
     saves = Saves(CheckpointStore(folder / "checkpoints", plan.checkpoint), plan, ranks)
     step, chosen = restore(plan, saves, ranks, model, optimizer, loader, corpus.tokenizer)
     execution = Execution(plan, device, optimizer, ranks, folder, chosen)
@@ -114,6 +114,7 @@ def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
         device,
         planned=dispatcher is not None and dispatcher.capacity is not None,
         replicated=dispatcher is not None and plan.replica_slots > 0,
+        masked=plan.data.document_mask,
     )
 
 

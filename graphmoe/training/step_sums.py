@@ -16,12 +16,13 @@ from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.ranks import Mesh, sums
+from graphmoe.training.step_rows import MASKED
 
 
 class Totals(NamedTuple):
     """A step's sums over all ranks, without a device sync."""
 
-    # mean losses and router statistics; with replicas their number per micro-batch
+    # mean losses, router statistics and attended keys; with replicas their number per micro-batch
     scalars: dict[str, Tensor]
     counts_LE: Tensor  # tokens of each expert
     # largest `graphmoe.plan.experts.Load` of any rank per MoE layer; None if buffers hold any routing
@@ -36,7 +37,8 @@ class StepSums:
         shape = model.num_moe_layers, model.config.num_experts
         self._received_L2 = torch.zeros(model.num_moe_layers, 2, dtype=torch.int32, device=device)
         self._replicas = torch.zeros((), dtype=torch.int64, device=device)
-        self._losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
+        self._names = "loss", "mtp_loss", *ROUTER_STATS, *(MASKED if model.end_token is not None else ())
+        self._sums = torch.zeros(len(self._names), device=device)
         self._counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
         apart = any(router.counts_apart for router in model.routers())
         # slots that balance losses count
@@ -47,7 +49,8 @@ class StepSums:
         model = self._model
         layers = model.moe_layers(pieces)
         stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
-        self._losses.add_(torch.cat([output.cross_entropy[None], output.mtp[None], stats]))
+        attended = [] if output.attended is None else [output.attended[None].float()]
+        self._sums.add_(torch.cat([output.cross_entropy[None], output.mtp[None], stats, *attended]))
         self._counts_LE[layers.start : layers.stop] += output.counts_LE
         if output.counted_LE is not None:
             self._counted_LE[layers.start : layers.stop] += output.counted_LE
@@ -62,14 +65,16 @@ class StepSums:
         """Sum over ranks, one collective per process group."""
         self._tell_routers(torch.zeros_like(self._counts_LE), self._routers)
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
-        axes: list[tuple[Axis, Tensor]] = [("dp_pp", self._losses), ("world", self._counts_LE)]
+        axes: list[tuple[Axis, Tensor]] = [("dp_pp", self._sums), ("world", self._counts_LE)]
         if has_load(self._model.dispatcher):
             axes.append(("world", _one_of_all(self._received_L2, mesh)))
             if plan.replica_slots:
                 axes.append(("world", self._replicas))
         total, counts_LE, *more = _summed(mesh, axes)
         means = total / plan.global_micro_batches
-        scalars = dict(zip(("loss", "mtp_loss", *ROUTER_STATS), means, strict=True))
+        scalars = dict(zip(self._names, means, strict=True))
+        for name in MASKED if MASKED[0] in scalars else ():
+            scalars[name] = scalars[name] / (plan.train.micro_batch_size * plan.seq_len)
         if len(more) > 1:  # each rank that shares a stage has counted those of its exchanges
             scalars["replicas"] = more[1] / (mesh.layout.size("stage") * plan.num_micro_batches)
         return Totals(scalars, counts_LE, more[0].amax(dim=0) if more else None)

@@ -51,7 +51,7 @@ def test_txt_jsonl_and_parquet_give_their_documents_in_order(open_files, tmp_pat
     pq.write_table(table, tmp_path / "d.parquet", row_group_size=3)
     corpus = open_files("*.txt", "*.jsonl", "*.parquet")
     assert texts_of(corpus) == texts
-    assert corpus.counts["train_documents"] == 30 and corpus.bad == {}
+    assert corpus.counts["train_documents"] == 30 and corpus.bad == {} and corpus.end_token == 0
 
 
 GOOD = b'{"text": "the loss of an expert is shown for each token and router while gradients wait"}\n'

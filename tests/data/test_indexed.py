@@ -109,3 +109,16 @@ def test_wrong_prefixes_say_what_was_looked_for(open_memmap, skip_bad):
         with pytest.raises(ConfigError, match=said) as caught:
             open_memmap(*names, skip_bad=skip_bad)
         assert "skip_bad" not in str(caught.value)
+
+
+@pytest.mark.parametrize("last", [0, 7])
+def test_a_document_mask_needs_the_end_token_of_the_tokenizer_in_the_files(tmp_path, tokenizer_path, last):
+    write_token_file(tmp_path / "a", [[*range(1, 20), last]] * 30, np.uint16)
+    named = {"source": "memmap", "paths": [str(tmp_path / "a")], "tokenizer": str(tokenizer_path)}
+    sizes, wanted = {"seq_len": 10, "vocab_size": 400}, DataConfig(**named, document_mask=True)
+    assert open_data(DataConfig(**named), **sizes).end_token is None
+    if last == 0:
+        assert open_data(wanted, **sizes).end_token == 0
+        return
+    with pytest.raises(ConfigError, match=r"needs token 0 .* first of \S*a.bin ends with token 7; set"):
+        open_data(wanted, **sizes)

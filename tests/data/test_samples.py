@@ -95,6 +95,14 @@ def test_synthetic_samples_depend_on_seed_position_and_purpose_only():
     assert rows.min() == 0 and rows.max() == 99 and len({*map(tuple, rows)}) == 50
 
 
+def test_synthetic_documents_have_a_mean_length_and_are_other_samples():
+    plain, documents = (SyntheticSamples(1000, 50, 3, document_length=length) for length in (None, 20))
+    rows, others = (samples.reader().read(0, 50) for samples in (documents, plain))
+    assert rows.size / (rows == 0).sum() == pytest.approx(20, rel=0.05)
+    assert np.array_equal(rows[rows != 0], np.maximum(others, 1)[rows != 0]) and rows.max() == 49
+    assert documents.fingerprint != plain.fingerprint and plain.fingerprint.count(":") == 4
+
+
 def test_first_batches_end_with_the_epoch_but_give_at_least_one(make):
     samples = make([30])
     assert samples.num_samples == 3

@@ -47,6 +47,7 @@ def test_every_file_is_a_document_of_one_side(root, cache):
     texts = {(root / name).read_text("latin-1") for name in names - {"empty.py", "broken.py"}}
     assert train | val == texts
     counts = corpus.counts
+    assert corpus.end_token == 0
     assert (counts["train_files"], counts["val_files"], counts["files_left_out"]) == (37, 4, 2)
 
 

@@ -45,6 +45,7 @@ def an_expert_without_tokens(trainer: Trainer) -> None:
 
 BF16, AGAIN = "precision.compute=bf16", "recompute.all=true"
 MTP, TIED = "model.mtp_depth=2", "model.tie_embeddings=true"
+MASK = ("data.document_mask=true", "data.document_length=8")
 BUDGET = ("moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=1.0")
 ROOM = (*BUDGET[:-1], "moe.receive_budget=worst_case")
 TURNS = (*ROOM, "pipeline.ep_overlap=true")
@@ -73,6 +74,7 @@ FOUR = (
     Case(4, "cp=2 tp=2 ep=4", "", SMALL, (LORA, MTP)),
     Case(4, f"cp=4 {RING}", "", SMALL),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
+    Case(4, "pp=2 cp=2 ep=2", "1f1b", model=(MTP, *MASK)),
     HOT,
 )
 LANES = Case(
@@ -80,6 +82,7 @@ LANES = Case(
     COMPILED_MODEL, "traced",
 )  # fmt: skip
 ONE_BY_ONE = Case(2, "ep=2", "", ROOM, ("model.mtp_depth=1",), "traced")
+MASKED = replace(ONE_BY_ONE, model=("model.mtp_depth=1", *MASK))
 RECOMPUTED = ("recompute.ops=[layernorm,shared_experts]", "recompute.segments=[moe_router]")
 KEPT = "moe.replica_keep=true"
 FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1", "moe.receive_budget=1.0")
@@ -93,6 +96,8 @@ LIKE = {  # cases that are bitwise others: routed again in the backward, or with
     replace(ONE_BY_ONE, overrides=(*TURNS, *FULL)): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *PARTIAL)): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *NEARLY_ALL)): ONE_BY_ONE,
+    replace(MASKED, overrides=(*TURNS, *NEARLY_ALL)): MASKED,
+    replace(MASKED, overrides=(*TURNS, *FULL)): MASKED,
     replace(ONE_BY_ONE, overrides=(*TURNS, *LAYERS)): ONE_BY_ONE,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *LAYERS)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *EXCHANGES)): COPIED,
@@ -120,7 +125,7 @@ TWO = (
     Case(2, "pp=2", "interleaved", ("pipeline.layout=Etttt|m|m|L",), (MTP,)),
     Case(2, "pp=2", "zb1p", model=(MTP, TIED), mode="traced"), Case(2, "pp=2", "zbv", model=(TIED,)),
     Case(2, "pp=2", "v_half", model=(MTP,)), Case(2, "pp=2", "v_min"), LANES,
-    Case(2, "pp=2", "zb1p", LAYERS, (MTP,), "traced"),
+    Case(2, "pp=2", "zb1p", LAYERS, (MTP,), "traced"), Case(2, "pp=2", "zbv", LAYERS, MASK, "traced"),
     Case(2, "pp=2", "interleaved", (*LAYERS, AGAIN, "pipeline.virtual_stages=3"), (TIED,), "traced"),
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
@@ -132,7 +137,7 @@ MORE_OF_FOUR = (
     Case(4, "tp=2", model=(*GQA, MTP), change=labels_ignored),
     Case(4, "tp=2", model=("model.aux_loss=sequence",), change=all_labels_ignored),
     Case(4, "cp=2", model=(LORA, MTP), change=labels_ignored),
-    Case(4, "cp=2 tp=2", model=(*GQA, "model.num_heads=8", "model.num_kv_heads=4")),
+    Case(4, "cp=2 tp=2", model=(*GQA, "model.num_heads=8", "model.num_kv_heads=4", *MASK)),
     Case(4, f"cp=4 {RING}", model=GQA, change=labels_ignored),
     Case(4, f"cp=4 {RING}", model=("model.aux_loss=sequence",), change=all_labels_ignored),
     Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=(*GQA, MTP)),

@@ -12,7 +12,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.runtime.capture import REPORT_FILE
 from graphmoe.training.saves import first_not_finite
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
-from tests.gpu.tiny import COMPILED, GPU
+from tests.gpu.tiny import COMPILED, DOCUMENTS, GPU
 from tests.runs import assert_load_swings, metrics, numbers, train_in, trainer_in
 
 CAPTURED, COMPILE, EAGER = "graph.scope=full_iteration", "compile.enabled=true", "compile.enabled=false"
@@ -30,6 +30,8 @@ CASES = (
     (COMPILE, CAPTURED, "train.micro_batch_size=4"),
     (COMPILE, "graph.scope=layer", "train.micro_batch_size=4"),
     (COMPILE, "graph.scope=partial", "train.micro_batch_size=1"),
+    (COMPILE, CAPTURED, *DOCUMENTS),
+    (COMPILE, "graph.scope=partial", *DOCUMENTS),
     (EAGER, CAPTURED, RECOMPUTED),
     (COMPILE, CAPTURED, RECOMPUTED, "train.micro_batch_size=1"),
     (COMPILE, "graph.scope=layer", RECOMPUTED),

@@ -8,7 +8,7 @@ import torch
 from graphmoe.generate import load_model
 from graphmoe.plan.costs.hardware import peak_tflops
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
-from tests.gpu.tiny import COMPILED, GPU
+from tests.gpu.tiny import COMPILED, DOCUMENTS, GPU
 from tests.runs import config, metrics, train_in
 
 
@@ -32,8 +32,8 @@ def test_five_steps_in_bf16_keep_fp32_main_weights(tmp_path):
 @COMPILED
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("model.mtp_depth=1",), ("model.aux_loss=global_batch",)],
-    ids=["plain", "mtp", "global_batch"],
+    [(), ("model.mtp_depth=1",), ("model.aux_loss=global_batch",), DOCUMENTS],
+    ids=["plain", "mtp", "global_batch", "documents"],
 )
 def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides, compiled):
     trainer = warm(*overrides, compiled)

@@ -24,4 +24,5 @@ GPU = (
 COMPILED = pytest.mark.parametrize(
     "compiled", ["compile.enabled=true", "compile.enabled=false"], ids=["compiled", "eager"]
 )
+DOCUMENTS = ("data.document_mask=true", "data.document_length=60")
 UNREAD = ("train.steps=1000", "train.log_interval=1000", "train.val_batches=0", "checkpoint.interval=0")

@@ -19,6 +19,7 @@ from graphmoe.runtime.host.logs import FILE_ONLY
 
 log = logging.getLogger(__name__)
 TOKENS_KEY = 1
+SYNTHETIC_END = 0  # id of the token after a document
 
 
 def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
@@ -29,7 +30,7 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
         try:
             path = find_tokenizer(config.tokenizer)
             found = replace(config, tokenizer=str(path))
-            if config.source == "memmap":
+            if config.source == "memmap" and not config.document_mask:
                 refuse_small_vocabulary(found, load_tokenizer(path), vocab_size)
             else:
                 configured_tokenizer(found, vocab_size)
@@ -55,6 +56,11 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
     if config.tokenizer is not None:
         config = replace(config, tokenizer=str(find_tokenizer(config.tokenizer)))
     corpus: Corpus = look_up(OPEN, config.source, "data.source")(config, seq_len, vocab_size)
+    if config.document_mask and corpus.end_token is None:
+        raise ConfigError(
+            f"data.document_mask=true needs Corpus.end_token, which data.source={config.source} does not "
+            f"set; set it, or use data.document_mask=false"
+        )
     counts = corpus.counts.items()
     text = ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts)
     log.info("data: %s", text, extra=FILE_ONLY)
@@ -66,30 +72,43 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
 
 
 def _open_synthetic(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
-    train = SyntheticSamples(seq_len, vocab_size, config.seed)
-    val = SyntheticSamples(seq_len, vocab_size, config.seed, purpose=1)
-    return Corpus(train, val, None, {"source": "synthetic", "seq_len": seq_len, "vocab_size": vocab_size})
+    train, val = (
+        SyntheticSamples(seq_len, vocab_size, config.seed, purpose, config.document_length)
+        for purpose in (0, 1)
+    )
+    counts = {"source": "synthetic", "seq_len": seq_len, "vocab_size": vocab_size}
+    return Corpus(train, val, None, counts, end_token=SYNTHETIC_END if config.document_length else None)
 
 
 @dataclass(eq=False)
 class SyntheticSamples(Samples):
-    """Uniformly random token ids; sample ``i`` depends only on the seed and ``i``."""
+    """Uniformly random token ids; sample ``i`` depends only on the seed and ``i``.
+
+    With ``document_length`` each token ends a document with the probability 1 / ``document_length``.
+    """
 
     seq_len: int
     vocab_size: int
     seed: int = 0
     purpose: int = 0  # 0 for training, 1 for validation
+    document_length: int | None = None  # mean
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.fingerprint = f"synthetic:{self.vocab_size}:{self.seq_len}:{self.seed}:{self.purpose}"
+        self.fingerprint += f":{self.document_length}" if self.document_length else ""
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
         key = derive_key(self.seed, self.purpose, TOKENS_KEY)
         stream = np.random.Philox(key=key, counter=[0, 0, position, 0])
         raw_T = stream.random_raw(self.seq_len + 1)
-        return (raw_T % np.uint64(self.vocab_size)).astype(np.int64)
+        tokens_T = (raw_T % np.uint64(self.vocab_size)).astype(np.int64)
+        if self.document_length is None:
+            return tokens_T
+        # the upper half of a number says whether it is an end, the remainder which other token
+        ends_T = (raw_T >> np.uint64(32)) * np.uint64(self.document_length) < np.uint64(1 << 32)
+        return np.where(ends_T, SYNTHETIC_END, np.maximum(tokens_T, SYNTHETIC_END + 1))
 
 
 OPEN: dict[str, Callable[..., Corpus]] = {

@@ -53,15 +53,41 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
         bad.merge(meta["bad"], meta["first_bad"])
         return [read_entry_file(entry, "tokens")]
 
-    return corpus_of_files(config, seq_len, vocab_size, tokenizer, find_files, read)
+    corpus = corpus_of_files(config, seq_len, vocab_size, tokenizer, find_files, read)
+    corpus.end_token = end
+    return corpus
 
 
 def open_token_files(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
-    tokenizer = None
-    if config.tokenizer is not None:
+    tokenizer = end = None
+    if config.document_mask:
+        tokenizer, end = configured_tokenizer(config, vocab_size)
+    elif config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
         refuse_small_vocabulary(config, tokenizer, vocab_size)
-    return corpus_of_files(config, seq_len, vocab_size, tokenizer, find_prefixes, _readable)
+
+    def read(prefixes: Sequence[Path], bad: BadRecords) -> list[TokenFile]:
+        files = _readable(prefixes, bad)
+        if end is not None:
+            _refuse_other_end(files, end)
+        return files
+
+    corpus = corpus_of_files(config, seq_len, vocab_size, tokenizer, find_prefixes, read)
+    corpus.end_token = end
+    return corpus
+
+
+def _refuse_other_end(files: Sequence[TokenFile], end: int) -> None:
+    # the first document of each: without end tokens all would be one, and nothing would be masked
+    for file in files:
+        last_N = (file.start_N + file.length_N - 1)[file.length_N > 0]
+        if not len(last_N) or (token := int(file.tokens_T[last_N[0]])) == end:
+            continue
+        raise ConfigError(
+            f"data.document_mask=true needs token {end} (data.eod_token) after each document, and the first "
+            f"of {file.path} ends with token {token}; set data.eod_token to that token, write the files by "
+            f"graphmoe.prepare with append_eod=true, or use data.document_mask=false"
+        )
 
 
 def find_prefixes(patterns: Sequence[str], key: str) -> list[Path]:

@@ -48,7 +48,8 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     else:
         train, val = stream(config.hf_split, None), None
     counts = {"source": train.name, "shards": train.dataset.num_shards, "seq_len": seq_len}
-    return Corpus(train, RememberedSamples(val) if val else None, tokenizer, counts, bad)
+    remembered = RememberedSamples(val) if val else None
+    return Corpus(train, remembered, tokenizer, counts, bad, end_token=end)
 
 
 @dataclass(eq=False)

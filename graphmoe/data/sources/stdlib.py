@@ -21,7 +21,7 @@ from graphmoe.data.corpus import Corpus, configured_tokenizer, pack_corpus
 from graphmoe.data.errors import BadRecords
 from graphmoe.data.indexed import smallest_dtype, write_token_file
 from graphmoe.data.samples import Documents, held_out
-from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids, tokenizer_hash, train_bpe
+from graphmoe.data.tokenizer import TRAINED_END, encode, load_tokenizer, num_ids, tokenizer_hash, train_bpe
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
     val = Documents.from_files([read_entry_file(entry, "val")]) if "val_files" in counts else None
     corpus = pack_corpus(config, seq_len, train, val, tokenizer, BadRecords(config.skip_bad), vocab_size)
     corpus.counts.update(counts, cache=str(entry))
+    corpus.end_token = TRAINED_END if end is None else end
     return corpus
 
 
@@ -97,7 +98,7 @@ def _build(
     log.info("standard library: %d files, %d characters", len(texts), sum(map(len, texts.values())))
     if isinstance(tokenizer, int):
         tokenizer = train_bpe(iter(parts["train"]), tokenizer, len(parts["train"]))
-        end = 0
+        end = TRAINED_END
         seconds = time.monotonic() - started
         log.info("trained a byte-level BPE tokenizer of %d ids, %.1f s", num_ids(tokenizer), seconds)
     # not tokenizer.save: the Rust side raises bare Exception when the disk is full

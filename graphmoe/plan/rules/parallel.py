@@ -98,6 +98,12 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
                 f"{kind} have no {axis} in axes; use parallel.{axis}=1, or model.attention="
                 f"{' or '.join(ATTENTIONS.names)}"
             )
+    if config.data.document_mask and not attention_facts(config.model).documents:
+        yield (
+            f"data.document_mask=true gives attention first_BS, but the facts of model.attention={kind} do "
+            f"not set documents; use model.attention={' or '.join(ATTENTIONS.names)}, or "
+            f"data.document_mask=false"
+        )
 
 
 def layer_rules(config: RunConfig) -> Iterator[str]:
@@ -110,6 +116,13 @@ def layer_rules(config: RunConfig) -> Iterator[str]:
                 f"parallel.{axis}={size} splits layers over ranks, but model.layer={name} has no {axis} "
                 f"in axes; use parallel.{axis}=1, or model.layer={' or '.join(LAYERS.names)}"
             )
+    if not config.data.document_mask or name in LAYERS.names:
+        return
+    if not look_up({}, name, "model.layer", bool, "documents"):
+        yield (
+            f"data.document_mask=true gives attention first_BS, but model.layer={name} does not set "
+            f"documents; use model.layer={' or '.join(LAYERS.names)}, or data.document_mask=false"
+        )
 
 
 def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
@@ -150,6 +163,14 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
     if cp < 2 or tp < 1:
         return
     ring = context_method(parallel, model) is ContextMethod.ring
+    if ring and config.data.document_mask:
+        heads = math.gcd(*(count for _, count, _ in _heads(model)))
+        valid = " or ".join(str(n) for n in divisors(heads) if heads % (n * tp) == 0)
+        yield (
+            f"data.document_mask=true cannot run with parallel.cp={cp} by parallel.cp_method=ring, whose "
+            f"kernels mask no documents; use parallel.cp_method=alltoall with parallel.cp={valid or 1}, or "
+            f"data.document_mask=false"
+        )
     parts = cp * math.lcm(2, tp) if ring else cp * tp
     if seq_len % parts:
         below = seq_len - seq_len % parts

@@ -54,9 +54,17 @@ def data_rules(config: RunConfig) -> Iterator[str]:
         "tokenizer": "a tokenizer.json, e.g. the one in the folder of an earlier run",
         "hf_name": "the name or local folder of a dataset",
     }
+    ends = {"tokenizer": "whose end token the files have", "document_length": "e.g. 1024"}
     for key in data.source_facts.needs:
         if not getattr(data, key):
             yield f"data.source={data.source} needs data.{key}, {examples[key]}"
+    end_key = data.source_facts.end_key
+    if data.document_mask and end_key and getattr(data, end_key) is None:
+        yield (
+            f"data.document_mask=true needs a token after each document, and data.source={data.source} has "
+            f"none without data.{end_key}; set data.{end_key}, {ends[end_key]}, or use "
+            f"data.document_mask=false"
+        )
     if data.weights and len(data.weights) != len(data.paths):
         yield f"data.weights={data.weights} must have one weight for each of the {len(data.paths)} data.paths"
     elif not all(0 < weight < math.inf for weight in data.weights):

@@ -80,6 +80,15 @@ data.source=files data.paths=[a] data.tokenizer=t data.bpe_vocab_size=500 | has 
 data.source=memmap data.paths=[a,b] data.weights=[1] | must have one weight for each of the 2 data.paths
 data.source=memmap data.paths=[a] data.weights=[0] | data.weights=[0.0] must be greater than 0
 data.source=memmap data.paths=[a] data.weights=[.inf] | data.weights=[inf] must be greater than 0
+data.document_mask=true data.source=synthetic
+    | data.source=synthetic has none without data.document_length; set data.document_length, e.g. 1024, or use
+data.document_mask=true data.source=memmap data.paths=[a]
+    | has none without data.tokenizer; set data.tokenizer, whose end token the files have, or use
+data.document_mask=true model.layer=graphmoe.model.layer:MoELayer | does not set documents; use model.layer=
+data.document_length=9 | data.document_length=9 has no effect with data=stdlib; add data=synthetic, or leave
+data.document_mask=true parallel.cp=3 data.seq_len=48 | ring, whose kernels mask no documents; use
+data.document_mask=true parallel.cp=2 parallel.tp=2 parallel.cp_method=ring
+    | use parallel.cp_method=alltoall with parallel.cp=1 or 2, or data.document_mask=false
 precision.fp8_products=[expert] | precision.fp8_products=['expert'] has expert; did you mean 'experts'?
 precision.fp8_products=[] | precision.fp8_products=[] is empty; use some of experts, attn
 precision.fp8=rowwise passes.enabled=[] | needs the passes fp8_quantise, fp8_linear, fp8_experts, which
@@ -280,6 +289,8 @@ optim.lr=3.4e38 optim.eps=1.2e-38 optim.weight_decay=0.0 optim.beta1=0.0 optim.b
 train.epochs=0.5 optim.schedule=wsd optim.warmup_steps=999 train.steps=1000 profile.steps=[2000]
 train.tokens=1e9 profile.steps=[2000]
 data.source=files data.paths=[a,b] data.tokenizer=t data.weights=[7,0.5]
+data.document_mask=true parallel.cp=2
+data.document_mask=true data.source=synthetic data.document_length=9
 SYMM launch.nproc=8 launch.nodes=2
 SYMM launch.nproc=16 launch.nodes=1
 SYMM launch.nproc=8

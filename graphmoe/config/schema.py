@@ -18,6 +18,7 @@ from graphmoe.config.choices import (
     SourceFacts,
 )
 from graphmoe.config.choices import AttentionBackend as AttentionBackend
+from graphmoe.config.choices import AttentionBias as AttentionBias
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import Balance as Balance
 from graphmoe.config.choices import ContextMethod as ContextMethod

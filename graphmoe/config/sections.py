@@ -9,6 +9,7 @@ from graphmoe.config.choices import (
     EXPERTS_BACKENDS,
     LAYERS,
     AttentionBackend,
+    AttentionBias,
     AuxLoss,
     Balance,
     ContextMethod,
@@ -64,6 +65,16 @@ class ModelConfig:
     """gqa: head size, even, > 0."""
     qk_norm: bool = False
     """gqa: RMSNorm on query and key heads (Qwen3)."""
+    window: CountOrZero = 0
+    """gqa: keys that a query sees, itself included; 0: all before it."""
+    full_every: CountOrZero = 0
+    """gqa: every n-th layer sees all keys, without the window; 0: none does."""
+    attention_sinks: bool = False
+    """gqa: a trained logit of each head in the softmax, whose probability is dropped (gpt-oss)."""
+    attention_gate: bool = False
+    """gqa: multiply attention's result by the sigmoid of a gate from q_proj (Qwen3-Next)."""
+    attention_bias: AttentionBias = AttentionBias.none
+    """gqa: biases of projections: none, qkv (GLM-4.5) or qkvo (gpt-oss)."""
     q_lora_rank: Annotated[int, NOT_NEGATIVE, INT32] = 0
     """mla: query compression rank; 0: none."""
     kv_lora_rank: Size = 128

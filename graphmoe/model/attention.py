@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import AttentionBackend, ModelConfig, RopeScaling
-from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
+from graphmoe.model.blocks import RMSNorm, column_parallel, cut_along_tp, row_parallel
 from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
@@ -55,27 +55,37 @@ class CoreAttention:
     backend: AttentionBackend
     cp: int
     ring: bool
+    window: int = 0
 
     @classmethod
     def from_config(cls, config: ModelConfig, layout: Layout, head_dim: int) -> CoreAttention:
-        return cls(attention_scale(config, head_dim), config.attention_backend, layout.cp, layout.ring)
+        how = config.attention_backend, layout.cp, layout.ring, config.window
+        return cls(attention_scale(config, head_dim), *how)
 
     @property
     def exchanging(self) -> int:
         return 1 if self.ring else self.cp
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [B, S / cp, H, V]; inputs come from `whole_sequence`.
 
         ``first_BS``: the first key of each query of whole sequences (`ops.masked_attention.attention`).
         """
         with part("core_attn"):
             if self.ring:
-                assert first_BS is None
+                assert first_BS is None and sinks_H is None and not self.window
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
             how = {"groups": q.shape[2] != v.shape[2], "is_half": q.dtype in HALF_DTYPES}
             backend = choose_backend(self.backend, q.device.type, q.shape[-1], v.shape[-1], **how)
-            out = attention(q, k, v, scale=self.scale, backend=backend, first_BS=first_BS)
+            if sinks_H is not None and self.exchanging > 1:
+                own = sinks_H.unflatten(0, (self.exchanging, -1))
+                sinks_H = own.index_select(0, index_along("cp", own)[None])[0]
+            out = attention(
+                *(q, k, v), scale=self.scale, backend=backend, first_BS=first_BS, window=self.window,
+                sinks_H=sinks_H,
+            )  # fmt: skip
         # [B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)
 
@@ -178,27 +188,46 @@ class GroupedQueryAttention(nn.Module):
         self.tp, self.head_dim = tp, size
         self.attend = CoreAttention.from_config(config, layout, size)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.q_proj = column_parallel(config.hidden_size, heads * size, tp)
+        self.gated = config.attention_gate
+        self.q_proj = column_parallel(config.hidden_size, heads * size * (2 if self.gated else 1), tp)
         self.k_proj = column_parallel(config.hidden_size, groups * size, tp)
         self.v_proj = column_parallel(config.hidden_size, groups * size, tp)
         self.q_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.out_proj = row_parallel(heads * size, config.hidden_size, tp)
+        self.sinks_H = nn.Parameter(torch.empty(heads // tp)) if config.attention_sinks else None
+        if self.sinks_H is not None:
+            cut_along_tp(self.sinks_H, tp, dim=0)
+        self.biases = nn.ParameterDict()  # by the first letter of the projection
+        for name in config.attention_bias.removeprefix("none"):
+            linear = self.out_proj if name == "o" else getattr(self, f"{name}_proj")
+            self.biases[name] = nn.Parameter(torch.empty(linear.out_features))
+            if name != "o":
+                cut_along_tp(self.biases[name], tp, dim=0)
 
     def forward(
         self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, first_BS: Tensor | None = None
     ) -> Tensor:
         """x + attention(norm(x)), shape [B, S / (cp * tp), D]."""
-        h_BSD = all_gather(self.norm(x_BSD), "tp", self.tp, dim=1)
-        q_BSHR = self.q_norm(self.q_proj(h_BSD).unflatten(-1, (-1, self.head_dim)))
-        k_BSGR = self.k_norm(self.k_proj(h_BSD).unflatten(-1, (-1, self.head_dim)))
-        v_BSGV = self.v_proj(h_BSD).unflatten(-1, (-1, self.head_dim))
+        h_BSD, gate_BSHV = all_gather(self.norm(x_BSD), "tp", self.tp, dim=1), None
+        q_BSHR = self._heads("q", self.q_proj(h_BSD))
+        if self.gated:  # a head's rows of q_proj: query, then gate
+            q_BSHR, gate_BSHV = q_BSHR.unflatten(2, (-1, 2)).unbind(3)
+        q_BSHR = self.q_norm(q_BSHR)
+        k_BSGR = self.k_norm(self._heads("k", self.k_proj(h_BSD)))
+        v_BSGV = self._heads("v", self.v_proj(h_BSD))
         if self.attend.exchanging > 1:
             q_BSHR, k_BSGR, v_BSGV = self._whole_sequence(q_BSHR, k_BSGR, v_BSGV)
         cos, sin = in_documents(cos_SP, first_BS), in_documents(sin_SP, first_BS)
         q_BSHR, k_BSGR = rotate_halves(q_BSHR, cos, sin), rotate_halves(k_BSGR, cos, sin)
-        out_BSHV = self.attend(q_BSHR, k_BSGR, v_BSGV, first_BS)
-        return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
+        out_BSHV = self.attend(q_BSHR, k_BSGR, v_BSGV, first_BS, self.sinks_H)
+        if gate_BSHV is not None:
+            out_BSHV = out_BSHV * torch.sigmoid(gate_BSHV)
+        out_BSD = reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
+        return x_BSD + (out_BSD + self.biases["o"] if "o" in self.biases else out_BSD)
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        return (x + self.biases[name] if name in self.biases else x).unflatten(-1, (-1, self.head_dim))
 
     def _whole_sequence(self, *heads: Tensor) -> tuple[Tensor, ...]:
         of_ranks = [x.unflatten(2, (self.attend.exchanging, -1)) for x in heads]

@@ -70,9 +70,10 @@ def document_starts(tokens_BS: Tensor, end_token: int) -> Tensor:
     return ((tokens_BS == end_token).roll(1, dims=1) * position_S).cummax(dim=1).values
 
 
-def attended_pairs(first_BS: Tensor) -> Tensor:
+def attended_pairs(first_BS: Tensor, window: int = 0) -> Tensor:
     """Return the number of pairs of a query and a key that it attends to, int64 scalar. No device sync."""
-    return (torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device) - first_BS).sum()
+    keys_BS = torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device) - first_BS
+    return (keys_BS.clamp_max(window) if window else keys_BS).sum()
 
 
 class Embedding(nn.Embedding):

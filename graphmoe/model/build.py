@@ -66,7 +66,7 @@ def init_weights(
     rank: int = 0,
     only: Collection[Tensor] | None = None,
 ) -> None:
-    """Fill matrices with N(0, std) and norms with 1, in place. ``only``: the parameters to fill."""
+    """Fill matrices with N(0, std), norms with 1, biases with 0, in place. ``only``: parameters to fill."""
     # Each parameter and routed expert has its own generator, seeded by name: weights do not depend on each
     # other. Sharded ones are drawn whole and cut: they do not depend on the layout either.
     norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}
@@ -76,6 +76,8 @@ def init_weights(
             continue
         if parameter in norms:
             parameter.fill_(1.0)
+        elif ".biases." in name:
+            parameter.zero_()
         elif parameter in experts:
             _init_experts(parameter, name, std, seed, layout, rank)
         else:

@@ -29,7 +29,7 @@ from graphmoe.model.layer import ATTN_READS, DenseLayer, MoELayer, MoEOutput, Mt
 from graphmoe.model.moe_segments import ROUTER_STATS, Router
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.attention import attention_facts, full_layers, model_of_layer
 from graphmoe.plan.layout import ALONE, Layout, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
@@ -55,7 +55,8 @@ class LossOutput(NamedTuple):
     replicas: Tensor | None = None
     """Number of replicas over all ranks and MoE layers, int64."""
     attended: Tensor | None = None
-    """Attended pairs of a query and a key, int64, 0 in a stage without the loss; None if all are causal."""
+    """Attended pairs of a query and a key, fp32 mean of all layers; 0 in a stage without the loss. None if
+    documents are not masked."""
     carried: tuple[Tensor, ...] = ()
     """Tensors [B, S, D] for the next stage: the last state, or after the final norm those of all depths."""
 
@@ -146,6 +147,11 @@ class Transformer(nn.Module):
             if isinstance(module, DenseLayer | MoELayer):
                 module.attn_reads = (*ATTN_READS, "first")
 
+    def _attended(self, first_BS: Tensor) -> Tensor:
+        full = full_layers(self.config) / self.config.num_layers
+        of_window = attended_pairs(first_BS, self.config.window)
+        return full * attended_pairs(first_BS) + (1 - full) * of_window
+
     def _first(self, tokens_BS: Tensor) -> Tensor | None:
         return None if self.end_token is None else document_starts(tokens_BS, self.end_token)
 
@@ -181,7 +187,7 @@ class Transformer(nn.Module):
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
         first_BS, attended = self._first(tokens_BS), None
         if self.end_token is not None and first_BS is not None:
-            attended = attended_pairs(first_BS) * pieces.loss
+            attended = self._attended(first_BS) * pieces.loss
             # the token after an end token begins another document
             labels_BS = labels_BS.masked_fill(tokens_BS == self.end_token, IGNORED)
         if pieces.embed:
@@ -374,12 +380,13 @@ def _layers(
 ) -> Iterator[nn.Module]:
     here, moe_layer = {i for stage in stages for i in stage.layers}, layer_class(config)
     for i in range(config.num_layers):
+        model = model_of_layer(config, i)
         if i not in here:
             yield Elsewhere()
         elif i < config.num_dense_layers:
-            yield moe_layer.dense(config, layout)
+            yield moe_layer.dense(model, layout)
         else:
-            yield moe_layer(config, execution, layout, dispatcher)
+            yield moe_layer(model, execution, layout, dispatcher)
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int, first_BS: Tensor | None = None) -> Tensor:

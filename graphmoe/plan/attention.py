@@ -1,7 +1,7 @@
 """Sizes and supported options of each kind of attention (`AttentionFacts`); defaults suit a plug-in."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphmoe.config.choices import look_up
@@ -60,6 +60,27 @@ def attention_facts(model: ModelConfig) -> AttentionFacts:
     return look_up(FACTS, model.attention, "model.attention", attribute="facts")(model)
 
 
+def model_of_layer(model: ModelConfig, index: int) -> ModelConfig:
+    """Return the configuration of one layer: ``window=0`` if the layer sees all keys."""
+    sees_all = model.full_every > 0 and (index + 1) % model.full_every == 0
+    return replace(model, window=0, full_every=0) if sees_all else model
+
+
+def full_layers(model: ModelConfig) -> int:
+    """Return the number of layers that see all keys."""
+    if not model.window:
+        return model.num_layers
+    return model.num_layers // model.full_every if model.full_every else 0
+
+
+def keys_per_query(model: ModelConfig, seq_len: int) -> float:
+    """Return the mean number of keys that a query sees, over all layers; half the sequence if causal."""
+    window, layers = min(model.window or seq_len, seq_len), model.num_layers
+    of_window = window - window**2 / max(2 * seq_len, 1)
+    full = full_layers(model)
+    return (full * seq_len / 2 + (layers - full) * of_window) / layers
+
+
 def keys_of_others(model: ModelConfig) -> set[str]:
     """Return the keys of ``model`` that only other kinds of attention read; none for a plug-in."""
     if model.attention not in FACTS:
@@ -114,13 +135,15 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
             )
         if head % 2:
             yield f"model.head_dim={head} must be even for the rotary embedding"
+        if model.full_every and not model.window:
+            yield f"model.full_every={model.full_every} has no effect with model.window=0; use full_every=0"
 
     return AttentionFacts(
         head,
         head,
         head,
         (
-            Weight("q_proj", width, heads * head),
+            Weight("q_proj", width, heads * head * (2 if model.attention_gate else 1)),
             Weight("k_proj", width, groups * head),
             Weight("v_proj", width, groups * head),
             Weight("out_proj", heads * head, width),
@@ -129,8 +152,11 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
         normed_heads=heads + groups if model.qk_norm else 0,
         axes=("tp", "cp"),
         documents=True,
-        kept=0,
-        keys=("num_kv_heads", "head_dim", "qk_norm"),
+        kept=2 * heads * head if model.attention_gate else 0,  # the gate, and the result before it
+        keys=(
+            *("num_kv_heads", "head_dim", "qk_norm", "window", "full_every"),
+            *("attention_sinks", "attention_gate", "attention_bias"),
+        ),
         problems=tuple(problems()),
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from graphmoe.config.ranges import number_of
 from graphmoe.model.moe_segments import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
+from graphmoe.plan.attention import keys_per_query
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
@@ -41,13 +42,14 @@ class Throughput(NamedTuple):
 
     @classmethod
     def of_run(cls, plan: Plan, device: torch.device) -> Throughput:
+        keys, flops = keys_per_query(plan.model, plan.seq_len), flops_per_token(plan.model, plan.seq_len)
         return cls(
             plan.train.global_batch_size * plan.seq_len,
-            flops_per_token(plan.model, plan.seq_len),
+            flops,
             plan.log.peak_tflops or peak_tflops(device_name(device)),
             plan.layout.size("world"),
-            plan.data.document_mask * plan.seq_len / 2,
-            flops_per_token(plan.model, 2) - flops_per_token(plan.model, 0),  # half of 2 keys
+            plan.data.document_mask * keys,
+            (flops - flops_per_token(plan.model, 0)) / keys,
         )
 
     def describe(self) -> str:

@@ -61,6 +61,11 @@ SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_exp
 SENT = Case(2, "ep=2", mode="traced")
 SENDS = (SENT, replace(SENT, overrides=(SENT_TWICE,)))
 GQA = ("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2", "model.qk_norm=true")
+EIGHT_HEADS = (*GQA, "model.num_heads=8", "model.num_kv_heads=4")
+OPTIONS = (  # of attention
+    "model.window=5", "model.full_every=2", "model.attention_sinks=true", "model.attention_gate=true",
+    "model.attention_bias=qkvo",
+)  # fmt: skip
 GROUPS = ("model.num_groups=2", "model.renormalise=true")
 LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 DENSE, ALL_MOE = "model.num_dense_layers=3", "model.num_dense_layers=0"
@@ -75,6 +80,7 @@ FOUR = (
     Case(4, f"cp=4 {RING}", "", SMALL),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
     Case(4, "pp=2 cp=2 ep=2", "1f1b", model=(MTP, *MASK)),
+    Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS)),
     HOT,
 )
 LANES = Case(
@@ -137,7 +143,10 @@ MORE_OF_FOUR = (
     Case(4, "tp=2", model=(*GQA, MTP), change=labels_ignored),
     Case(4, "tp=2", model=("model.aux_loss=sequence",), change=all_labels_ignored),
     Case(4, "cp=2", model=(LORA, MTP), change=labels_ignored),
-    Case(4, "cp=2 tp=2", model=(*GQA, "model.num_heads=8", "model.num_kv_heads=4", *MASK)),
+    Case(4, "cp=2 tp=2", model=(*EIGHT_HEADS, *OPTIONS, *MASK)),
+    Case(4, "tp=2 ep=4", model=(*GQA, *OPTIONS, MTP)),
+    # not clipped: compiled updates scale gradients without storing them
+    Case(2, "pp=2", "zbv", LAYERS, (*GQA, *OPTIONS, "train.clip_grad_norm=0"), "traced"),
     Case(4, f"cp=4 {RING}", model=GQA, change=labels_ignored),
     Case(4, f"cp=4 {RING}", model=("model.aux_loss=sequence",), change=all_labels_ignored),
     Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=(*GQA, MTP)),

@@ -118,6 +118,7 @@ def test_documents_start_after_end_tokens_and_at_the_start():
         in_documents(table, first)[0].equal(table[[0, 1, 0, 0, 1, 2]]) and in_documents(table, None) is table
     )
     assert attended_pairs(first).item() == (1 + 2 + 1 + 1 + 2 + 3) + 21 + (1 + 1 + 2 + 1 + 1 + 1)
+    assert attended_pairs(first, 2).item() == (1 + 2 + 1 + 1 + 2 + 2) + 11 + (1 + 1 + 2 + 1 + 1 + 1)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,10 @@ CASES = {
     "grouped queries, ep": (
         "model.attention=gqa", "model.num_kv_heads=2", "model.qk_norm=true", "parallel.ep=4",
     ),
+    "options of attention, tp": (
+        "model.attention=gqa", "model.num_kv_heads=2", "parallel.tp=2", "model.attention_sinks=true",
+        "model.attention_gate=true", "model.attention_bias=qkvo",
+    ),
     "cp, etp": ("parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
     "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
 }  # fmt: skip

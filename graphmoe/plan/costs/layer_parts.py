@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from graphmoe.config.schema import ModelConfig
-from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.attention import attention_facts, keys_per_query
 from graphmoe.plan.costs.rates import FP8, FP32, ROWWISE, Fp8Dense, Product, Sides, Speeds, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import SLACK, balanced_load
@@ -248,6 +248,6 @@ def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:
 
 
 def attention_scores(model: ModelConfig, seq_len: int) -> int:
-    """Return forward FLOPs of one token's causal attention in one layer: q k^T, and the GEMM with v."""
+    """Return forward FLOPs of one token's attention, the mean of all layers: q k^T, and the GEMM with v."""
     facts = attention_facts(model)
-    return 2 * model.num_heads * (facts.head + facts.value) * seq_len // 2
+    return round(2 * model.num_heads * (facts.head + facts.value) * keys_per_query(model, seq_len))

@@ -171,6 +171,12 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
             f"kernels mask no documents; use parallel.cp_method=alltoall with parallel.cp={valid or 1}, or "
             f"data.document_mask=false"
         )
+    if ring and (model.window or model.attention_sinks):
+        key = f"window={model.window}" if model.window else "attention_sinks=true"
+        yield (
+            f"model.{key} cannot run with parallel.cp={cp} by parallel.cp_method=ring; "
+            f"use parallel.cp_method=alltoall, or parallel.cp=1"
+        )
     parts = cp * math.lcm(2, tp) if ring else cp * tp
     if seq_len % parts:
         below = seq_len - seq_len % parts

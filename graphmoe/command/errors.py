@@ -136,10 +136,9 @@ ANSWERS = {
     r"\w*masks?|ignore_index": f"there is no mask of answers: {_ALL_COUNT}; data.document_mask=true keeps "
     "attention and losses within a document",
     "dpo|ppo|grpo|rlhf|rewards?|preferences?": "there is no training by rewards or preferences",
-    "muon|shampoo|soap": "the optimizer is optim.name=adamw; the one asked for updates whole matrices, and "
-    "custom rules update single elements",
-    "lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizer is optim.name=adamw; a rule "
-    "for each element can be code of your own: optim.name=package.module:NAME",
+    "muon": "optim=muon updates matrices by Muon and the rest by AdamW; its keys are those of optim",
+    "shampoo|soap|lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizers are optim=adamw "
+    "and optim=muon; a rule of your own is optim.name=package.module:NAME",
     r"llama4\w*|gpt_?oss|glm\w*|minimax\w*|dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not "
     "there; those that are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3-MoE and Mixtral",
     r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "dense families are not there; "

@@ -43,7 +43,7 @@ LAYERS = OneOf(("standard",))
 DATA_SOURCES = OneOf(tuple(SOURCES))
 DISPATCHERS = OneOf(("auto", "local", "alltoall", "symm", "nvshmem", "deepep", "turbo"))
 EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
-OPTIMIZERS = OneOf(("adamw",))
+OPTIMIZERS = OneOf(("adamw", "muon"))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 

@@ -120,7 +120,7 @@ class OptimConfig:
     """Update rule and learning-rate schedule."""
 
     name: Annotated[str, OPTIMIZERS] = "adamw"
-    """Update rule: adamw, or package.module:NAME."""
+    """Update rule: adamw, muon (matrices by Muon, the rest by AdamW), or package.module:NAME."""
     lr: Annotated[float, POSITIVE, FP32] = 3e-4
     """Peak learning rate, > 0."""
     min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
@@ -137,6 +137,8 @@ class OptimConfig:
     """AdamW's second-moment decay, 0 <= beta2 < 1."""
     eps: Annotated[float, POSITIVE, FP32] = 1e-8
     """AdamW's epsilon, > 0."""
+    momentum: Annotated[float, BELOW_ONE, FP32] = 0.95
+    """Muon's momentum, 0 <= momentum < 1."""
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
     """Decoupled weight decay of matrices, >= 0."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0

@@ -50,7 +50,9 @@ class StepOptimizer(ABC):
         )
         self.void = torch.zeros((), device=device)  # 1.0 makes ``step`` a no-op, else 0.0; set by the caller
         of_lr, of_rule = LrNumbers.of(optim, train.steps), self.rule.numbers(optim)
-        numbers = [*of_lr, *of_rule, optim.weight_decay, train.clip_grad_norm]
+        of_matrices = self.rule.matrices.numbers(optim) if self.rule.matrices else ()
+        self._num_own = len(of_rule)  # the numbers of matrices follow
+        numbers = [*of_lr, *of_rule, *of_matrices, optim.weight_decay, train.clip_grad_norm]
         self._numbers = torch.tensor(numbers, device=device)  # a tensor: new values don't recompile
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:  # noqa: B027
@@ -83,7 +85,7 @@ class StepOptimizer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's master weights and moments by parameter name, counters and scales; no copies."""
-        found = {moment: self._entries(moment) for moment in self.rule.moments}
+        found = {moment: self._entries(moment) for moment in self.rule.all_moments}
         found["main"] = self._entries("main") if self.rounds else {}
         return {**found, "counters": self._counters(), "scales": self.scales.values() if self.scales else {}}
 
@@ -122,7 +124,8 @@ class StepOptimizer(ABC):
         # Above 1.8e19 the square overflows fp32, and the second moment would stay infinite.
         ok = torch.isfinite((norm / shrink).square()) & torch.isfinite(shrink)
         ok = ok & torch.isfinite(loss) & (void == 0.0)
-        return StepScalars(lr, shrink, applied, ok, weight_decay, tuple(of_rule))
+        own, of_matrices = tuple(of_rule[: self._num_own]), tuple(of_rule[self._num_own :])
+        return StepScalars(lr, shrink, applied, ok, weight_decay, own, of_matrices)
 
     def _over_ranks(self, own: Tensor) -> Tensor:
         # one rank counts each gradient element

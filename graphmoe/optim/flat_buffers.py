@@ -6,9 +6,11 @@ parameter boundaries. Rank 1 of 3 owns::
     whole    | bucket 0           | bucket 1     | bucket of norms |
                      ------             ----             -----
     shard    | ------ | ---- | ----- |
+
+If the rule updates whole matrices, these have buffers of their own, in which each matrix has one owner.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
-from graphmoe.plan.buckets import Bucket, BufferLayout
+from graphmoe.optim.rule import UpdateRule
+from graphmoe.plan.buckets import Bucket, BufferLayout, Matrices, matrices_of
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.ranks import Mesh
 
+BATCH_ELEMENTS = 2**26  # most elements of a batch of matrices, which bounds the memory of an update
+
 
 class Region(NamedTuple):
+    """Part of a rank's shards with one update: flat, or for a rule of matrices [N, rows, columns]."""
+
+    rule: UpdateRule
     decays: bool
     tensors: list[Tensor]
     """Master weights, gradient, moments, rounded weights if any."""
@@ -41,13 +49,19 @@ class Family:
         mesh: Mesh,
         axis: Axis,
         bucket_elements: float,
-        moments: Sequence[str],
+        rule: UpdateRule,
+        *,
+        of_matrices: bool = False,
     ) -> None:
         """``order``: each weight's index in ``model.parameters()``."""
+        self.rule, self.of_matrices = rule, of_matrices
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
         self.group = mesh.group(axis)  # None if this rank owns everything
         ranks, index = (mesh.layout.size(axis), mesh.index(axis)) if self.group is not None else (1, 0)
-        self.layout = BufferLayout.of(self.weights, ranks, index, bucket_elements)
+        if of_matrices:
+            self.layout = BufferLayout.of_matrices(self.weights, ranks, index)
+        else:
+            self.layout = BufferLayout.of(self.weights, ranks, index, bucket_elements)
         dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.layout.size
         self.weight = torch.zeros(size, dtype=dtype, device=device)  # unsharded weights that the model reads
         with torch.no_grad():  # move the parameters into it
@@ -58,7 +72,7 @@ class Family:
         self.weight_shard = self._own(self.weight)
         self.main = self.weight_shard.float()  # master weights; ``weight_shard`` itself if that is fp32
         self.grad_shard = self.grad if self.group is None else torch.zeros_like(self.main)
-        self.moments = {name: torch.zeros_like(self.main) for name in moments}
+        self.moments = {name: torch.zeros_like(self.main) for name in rule.moments}
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         places = zip(self.names, self.layout.starts, self.weights, strict=True)
@@ -66,39 +80,67 @@ class Family:
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
         """Return, by name, offset and values [N] of this rank's part of each parameter."""
-        found = {}
-        for bucket in self.layout.buckets:
-            for i in bucket.members:
-                start = self.layout.starts[i]
-                first = max(bucket.own.start, start)
-                last = min(bucket.own.stop, start + self.weights[i].numel())
-                if first < last:
-                    to_shard = bucket.shard.start - bucket.own.start
-                    found[self.names[i]] = first - start, shard[first + to_shard : last + to_shard]
-        return found
+        ranges = self.layout.own_ranges(self.weights)
+        return {self.names[i]: (first, shard[part]) for i, first, part in ranges}
 
     def regions(self) -> list[Region]:
         shards = [self.main, self.grad_shard, *self.moments.values()]
         if self.weight_shard is not self.main:
             shards.append(self.weight_shard)
+        if self.of_matrices:
+            return [
+                Region(self.rule, True, [shard[part].view(-1, *shape) for shard in shards])
+                for part, shape in self._batches()
+            ]
         end = self.layout.decayed
         parts = {True: slice(0, end), False: slice(end, self.main.numel())}
-        return [Region(d, [s[part] for s in shards]) for d, part in parts.items() if part.stop > part.start]
+        held = {decays: part for decays, part in parts.items() if part.stop > part.start}
+        return [Region(self.rule, decays, [s[part] for s in shards]) for decays, part in held.items()]
+
+    def _batches(self) -> Iterator[tuple[slice, Matrices]]:
+        # matrices of one shape that follow each other, of one parameter or several
+        runs = list[tuple[slice, Matrices]]()
+        for i, _, part in sorted(self.layout.own_ranges(self.weights), key=lambda each: each[2].start):
+            shape = matrices_of(self.names[i], self.weights[i])
+            assert shape is not None
+            if runs and runs[-1][1] == shape and runs[-1][0].stop == part.start:
+                part = slice(runs.pop()[0].start, part.stop)
+            runs.append((part, shape))
+        for run, shape in runs:
+            count = (run.stop - run.start) // shape.size
+            each = -(-count // -(-count * shape.size // BATCH_ELEMENTS)) * shape.size
+            for start in range(run.start, run.stop, each):
+                yield slice(start, min(start + each, run.stop)), shape
 
     def reduce(self, bucket: Bucket) -> dist.Work:
         shard, whole = self.grad_shard[bucket.shard], self.grad[bucket.whole]
-        return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
+        if bucket.owner is None:
+            return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
+        if shard.numel():
+            shard.copy_(whole)  # apart, since later gradients may be added to ``whole`` and reduced again
+        elif whole.device.type == "cpu":
+            shard = whole.clone()  # gloo overwrites the tensors of all ranks
+        else:
+            shard = whole
+        return dist.reduce(shard, group_dst=bucket.owner, group=self.group, async_op=True)
 
     def gather(self, bucket: Bucket) -> dist.Work:
-        shard, whole = self.weight_shard[bucket.shard], self.weight[bucket.whole]
-        return all_gather_into(whole, shard, group=self.group, async_op=True)
+        return self._gather(bucket, self.weight_shard, self.weight)
+
+    def _gather(self, bucket: Bucket, shards: Tensor, into: Tensor) -> dist.Work:
+        shard, whole = shards[bucket.shard], into[bucket.whole]
+        if bucket.owner is None:
+            return all_gather_into(whole, shard, group=self.group, async_op=True)
+        if shard.numel():
+            whole.copy_(shard)
+        return dist.broadcast(whole, group_src=bucket.owner, group=self.group, async_op=True)
 
     def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
         """Gather tensors by parameter name, as views of ``into``; on a single rank, of ``shard``."""
         if self.group is None:
             return self.views(shard)
         for bucket in self.layout.buckets:
-            all_gather_into(into[bucket.whole], shard[bucket.shard], group=self.group)
+            self._gather(bucket, shard, into).wait()
         return self.views(into)
 
     def shard_weights(self) -> None:
@@ -109,17 +151,19 @@ class Family:
         return whole if self.group is None else torch.cat([whole[b.own] for b in self.layout.buckets])
 
 
-def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: Sequence[str]) -> list[Family]:
-    """Group the model's parameters by the ranks that reduce their gradients."""
+def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule) -> list[Family]:
+    """Group the model's parameters by the ranks that reduce their gradients, and by update."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     for name, weight in model.named_parameters():
-        members.setdefault(mesh.group(layout_of(weight).summed_over), {})[name] = weight
+        is_matrix = rule.matrices is not None and matrices_of(name, weight) is not None
+        members.setdefault((mesh.group(layout_of(weight).summed_over), is_matrix), {})[name] = weight
     found = []
-    for weights in members.values():
+    for (_, is_matrix), weights in members.items():
         axis = layout_of(next(iter(weights.values()))).summed_over
         places = [order[name] for name in weights]
-        found.append(Family(weights, places, mesh, axis, bucket_elements, moments))
+        own = rule.matrices if rule.matrices and is_matrix else rule
+        found.append(Family(weights, places, mesh, axis, bucket_elements, own, of_matrices=is_matrix))
     return found
 
 

@@ -28,11 +28,13 @@ class StepScalars(NamedTuple):
     """bool: False leaves weights and moments unchanged."""
     weight_decay: Tensor
     numbers: tuple[Tensor, ...]
+    of_matrices: tuple[Tensor, ...] = ()
+    """Numbers of the rule of whole matrices."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Elementwise update rule, of `RULES` or a plug-in: tensors are flat fp32 shards."""
+    """Update rule, of `RULES` or a plug-in: elementwise, tensors are flat fp32 shards."""
 
     moments: tuple[str, ...]
     """Names of a parameter's moments, initially zero; used in checkpoints."""
@@ -42,10 +44,25 @@ class UpdateRule:
     """Pure: decayed weights, clipped gradient, moments, scalars -> new weights and moments."""
     fused: Callable[..., None] | None = None
     """Fused kernel of `apply` for uncompiled steps."""
+    matrices: UpdateRule | None = None
+    """Rule of whole matrices, fp32 [N, rows, columns], each on one rank; None: all is updated by element."""
+    flops: Callable[[int, int], int] | None = None
+    """FLOPs of the update of a matrix of rows and columns, for projections."""
 
     def __post_init__(self) -> None:
-        if len({*self.moments, "main", "counters"}) < len(self.moments) + 2:
-            raise ConfigError(f"moments={self.moments} must be distinct names other than main and counters")
+        if len({*self.all_moments, "main", "counters"}) < len(self.all_moments) + 2:
+            raise ConfigError(
+                f"moments={self.all_moments} must be distinct names other than main and counters"
+            )
+
+    @property
+    def all_moments(self) -> tuple[str, ...]:
+        return (*self.moments, *(self.matrices.moments if self.matrices else ()))
+
+    @property
+    def num_moments(self) -> tuple[int, ...]:
+        """Return the moments of an element, and if matrices are updated whole, of their elements."""
+        return len(self.moments), *([len(self.matrices.moments)] if self.matrices else [])
 
     @property
     def bytes_moved(self) -> int:

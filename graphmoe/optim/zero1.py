@@ -38,7 +38,7 @@ class Optimizer(StepOptimizer):
         self.weights = list(model.parameters())
         assert all(w.dtype == self.weights[0].dtype and w.requires_grad for w in self.weights)
         elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
-        self.families = families_of(model, self.mesh, elements, self.rule.moments)
+        self.families = families_of(model, self.mesh, elements, self.rule)
         self.rounds = self.weights[0].dtype != torch.float32
         totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
@@ -107,6 +107,7 @@ class Optimizer(StepOptimizer):
         holders = [("", vars(self))]
         for family in self.families:
             which = f" over {family.axis}" if len(self.families) > 1 else ""
+            which += " of matrices" * family.of_matrices
             holders += [(which, vars(family)), (which, family.moments)]
         for which, holder in holders:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
@@ -149,12 +150,14 @@ class Optimizer(StepOptimizer):
         return {id(w): main for f, views in mains for w, main in zip(f.weights, views.values(), strict=True)}
 
     def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensors[name] for name in self.names}
+        return {name: tensors[name] for name in self.names if name in tensors}
 
     def _entries(self, kind: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for family in self.families:
-            flat = family.main if kind == "main" else family.moments[kind]
+            flat = family.main if kind == "main" else family.moments.get(kind)
+            if flat is None:
+                continue
             weights = dict(zip(family.names, family.weights, strict=True))
             if self._alone:
                 found |= family.views(flat)
@@ -198,10 +201,11 @@ class Optimizer(StepOptimizer):
         fused: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scalars = self._scalars(norm, loss, applied, void, numbers)
-        for decays, (main, grad, *rest) in self._regions_of(flats):
-            moments, rounded = rest[: len(self.rule.moments)], rest[len(self.rule.moments) :]
+        for rule, decays, (main, grad, *rest) in self._regions_of(flats):
+            moments, rounded = rest[: len(rule.moments)], rest[len(rule.moments) :]
             lists = [main], [grad], [[moment] for moment in moments]
-            self.rule.apply(*lists, config=self.config, decays=decays, scalars=scalars, fused=fused)
+            own = scalars._replace(numbers=scalars.of_matrices) if rule is self.rule.matrices else scalars
+            rule.apply(*lists, config=self.config, decays=decays, scalars=own, fused=fused)
             for weight in rounded:
                 weight.copy_(main)
         done = scalars.ok.float()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +20,33 @@ def decays(weight: Tensor) -> bool:
     return weight.dim() > 1
 
 
+# parts of the names of parameters that are updated by element, whatever their shape
+_BY_ELEMENT = ("embed.", "head.weight", "moe_router.", "bias")
+MOST_PADDING = 1.25  # padded over unpadded length, above which the experts of a weight have one owner
+
+
+class Matrices(NamedTuple):
+    """Shape of the equal matrices that a parameter consists of, in row-major order."""
+
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+
+def matrices_of(name: str, weight: Tensor) -> Matrices | None:
+    """Return the matrices of a parameter, for optimizers of whole matrices; None for updates by element.
+
+    Matrices are those of Hugging Face folders: each expert's, with stacked gate and up rows apart.
+    """
+    if weight.dim() not in (2, 3) or any(part in name for part in _BY_ELEMENT):
+        return None
+    rows, columns = weight.shape[-2:]
+    return Matrices(rows // 2 if "gate_up" in name else rows, columns)
+
+
 class Bucket(NamedTuple):
     """Consecutive parameters that share one gradient reduction and one weight gather."""
 
@@ -27,6 +56,8 @@ class Bucket(NamedTuple):
     """This rank's range in unsharded buffers."""
     shard: slice
     """The same range in this rank's shard buffers."""
+    owner: int | None = None
+    """Index of the rank that owns all of it; None: all own equal parts."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +91,62 @@ class BufferLayout:
             if decayed_ones:
                 decayed = end // num_ranks
         return cls(tuple(starts), tuple(buckets), end, decayed)
+
+    @classmethod
+    def of_matrices(cls, weights: Sequence[Tensor], num_ranks: int, index: int) -> BufferLayout:
+        """Return the layout for rank ``index`` if each matrix has one owner: a bucket for each weight.
+
+        Experts are divided evenly if they can be; other weights have one owner. The first rank has most.
+        """
+        starts, buckets, end, own_end = [0] * len(weights), list[Bucket](), 0, 0
+        divided = {i: part for i, w in enumerate(weights) if (part := _expert_part(w, num_ranks))}
+        owners = _owners({i: w.numel() for i, w in enumerate(weights) if i not in divided}, num_ranks)
+        # equal shapes follow each other, so that their matrices form one batch
+        for i in sorted(range(len(weights)), key=lambda i: (*weights[i].shape, i)):
+            part, owner = divided.get(i, _aligned(weights[i].numel(), ALIGNMENT)), owners.get(i)
+            starts[i], start = end, end
+            end += part * (num_ranks if owner is None else 1)
+            own = slice(start, end if owner == index else start)
+            if owner is None:
+                own = slice(start + index * part, start + (index + 1) * part)
+            shard = slice(own_end, own_end + own.stop - own.start)
+            own_end = shard.stop
+            buckets.append(Bucket((i,), slice(start, end), own, shard, owner))
+        return cls(tuple(starts), tuple(buckets), end, own_end)
+
+    @property
+    def shard_size(self) -> int:
+        """Return the elements of this rank's shards."""
+        return self.buckets[-1].shard.stop
+
+    def own_ranges(self, weights: Sequence[Tensor]) -> Iterator[tuple[int, int, slice]]:
+        """Yield this rank's part of each parameter: its index, its first element, its range in the shard."""
+        for bucket in self.buckets:
+            to_shard = bucket.shard.start - bucket.own.start
+            for i in bucket.members:
+                start = self.starts[i]
+                first = max(bucket.own.start, start)
+                last = min(bucket.own.stop, start + weights[i].numel())
+                if first < last:
+                    yield i, first - start, slice(first + to_shard, last + to_shard)
+
+
+def _expert_part(weight: Tensor, num_ranks: int) -> int | None:
+    if weight.dim() != 3 or num_ranks == 1:
+        return None
+    count, size = weight.shape[0], math.prod(weight.shape[1:])
+    each = _aligned(-(-count // num_ranks), ALIGNMENT // math.gcd(ALIGNMENT, size))
+    return each * size if each * num_ranks <= MOST_PADDING * count else None
+
+
+def _owners(sizes: Mapping[int, int], num_ranks: int) -> dict[int, int]:
+    """Give each to the rank with the fewest elements so far, longest first; the first rank has most."""
+    loads, found = [(0, rank) for rank in range(num_ranks)], dict[int, int]()
+    for i in sorted(sizes, key=lambda i: (-sizes[i], i)):
+        load, found[i] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[i], found[i]))
+    by_load = [rank for _, rank in sorted(loads, key=lambda each: (-each[0], each[1]))]
+    return {i: by_load.index(rank) for i, rank in found.items()}
 
 
 def _neighbours(members: Sequence[int], weights: Sequence[Tensor], limit: float) -> list[list[int]]:

@@ -52,6 +52,7 @@ class Nets:
     additions: str = "once"
     compiled: bool = False
     bad: tuple[int, int] | None = None  # step and rank of a gradient with a NaN
+    rule: str = "adamw"
 
     def __call__(self, ranks: Ranks, folder: Path) -> dict[str, Any]:
         return self.train(ranks.rank)
@@ -72,7 +73,7 @@ class Nets:
 
     def optimizer(self, rank: int | None) -> Optimizer:
         net = nn.ParameterDict([(name, nn.Parameter(self.start(name))) for name in SHAPES])  # not sorted
-        optim = OptimConfig(lr=0.1, bucket_mb=TINY, beta1=0.5)
+        optim = OptimConfig(self.rule, lr=0.1, bucket_mb=TINY, beta1=0.5)
         mesh = None if rank is None else Mesh(TWO)
         optimizer = Optimizer(net, optim, TrainConfig(steps=9, clip_grad_norm=1.0), mesh)
         if self.compiled:
@@ -98,6 +99,7 @@ class Nets:
 TWO = Layout(dp=2)
 CASES = {name: Nets(additions=name) for name in ADDITIONS} | {
     "a bad gradient": Nets(bad=(2, 1)),
+    "whole matrices, used twice": Nets(additions="used twice", rule="muon"),
     "compiled": Nets(dtype=torch.bfloat16, compiled=True, bad=(2, 1)),
 }
 

@@ -208,8 +208,9 @@ def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
     optimizer, found = trainer.optimizer, dict[str, Tensor]()
     if isinstance(optimizer, Optimizer):
         for family in optimizer.families:
-            shard = family.moments[kind] if kind in family.moments else getattr(family, kind)
-            found |= family.gathered(shard, into=family.grad.clone())
+            shard = family.moments.get(kind) if kind in optimizer.rule.all_moments else getattr(family, kind)
+            if shard is not None:  # matrices and the rest may have other moments
+                found |= family.gathered(shard, into=family.grad.clone())
         return found
     shards = optimizer._shards(optimizer.moments.get(kind, optimizer.main))
     parts = trainer.ranks.gather({name: (shard.start, shard.data.cpu()) for name, shard in shards.items()})
@@ -226,7 +227,7 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
     optimizer = trainer.optimizer
     counters = optimizer.state_dict()["counters"]
     rounded = trainer.plan.dtype != torch.float32
-    moments = {key: gathered(trainer, key) for key in optimizer.rule.moments}
+    moments = {key: gathered(trainer, key) for key in optimizer.rule.all_moments}
     state = {**moments, "main": gathered(trainer, "main") if rounded else {}, "counters": counters}
     with mock.patch.object(optimizer, "state_dict", lambda: state):
         return trainer._state()

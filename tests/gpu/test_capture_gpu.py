@@ -32,6 +32,7 @@ CASES = (
     (COMPILE, "graph.scope=partial", "train.micro_batch_size=1"),
     (COMPILE, CAPTURED, *DOCUMENTS),
     (COMPILE, "graph.scope=partial", *DOCUMENTS),
+    (COMPILE, CAPTURED, "optim.name=muon"),
     (EAGER, CAPTURED, RECOMPUTED),
     (COMPILE, CAPTURED, RECOMPUTED, "train.micro_batch_size=1"),
     (COMPILE, "graph.scope=layer", RECOMPUTED),

@@ -287,7 +287,9 @@ def test_a_summary_that_the_disk_does_not_take_is_an_error_that_says_what_to_do(
     assert not (tmp_path / "summary.tmp").exists()
 
 
-@pytest.mark.parametrize("option", [f"model={name}" for name in PRESETS] + ["optim=adamw", "debug=quick"])
+@pytest.mark.parametrize(
+    "option", [f"model={name}" for name in PRESETS] + ["optim=adamw", "optim=muon", "debug=quick"]
+)
 def test_what_a_preset_sets_has_an_effect(option):
     assert [*without_effect(plan_of(compose_config(option), 1), 1)] == []
 

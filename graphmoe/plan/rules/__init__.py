@@ -47,6 +47,7 @@ RULES = (
     parallel.layer_rules,
     parallel.tensor_parallel_rules,
     parallel.shard_rules,
+    parallel.matrix_rules,
     parallel.context_parallel_rules,
 )
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from graphmoe.config.choices import ATTENTIONS, LAYERS, look_up
+from graphmoe.config.choices import ATTENTIONS, LAYERS, OPTIMIZERS, look_up
 from graphmoe.config.schema import (
     AttentionBackend,
     ConfigError,
@@ -147,6 +147,23 @@ def shard_rules(config: RunConfig) -> Iterator[str]:
             f"parallel.dp_shard=fsdp2 frees a layer's gathered weights after each use, but "
             f"graph.scope={scope} replays graphs that read them at fixed addresses; use "
             f"graph.scope=none, or parallel.dp_shard=zero1"
+        )
+
+
+def matrix_rules(config: RunConfig) -> Iterator[str]:
+    """Yield an error for each key that shards matrices which the optimizer updates whole."""
+    name, parallel = config.optim.name, config.parallel
+    sharding = {key: getattr(parallel, key) for key in ("tp", "etp") if getattr(parallel, key) > 1}
+    if parallel.dp_shard is DpShard.fsdp2:
+        sharding["dp_shard"] = parallel.dp_shard.value
+    if not sharding or name == "adamw":
+        return
+    if name not in OPTIMIZERS.names and look_up({}, name, "optim.name", object, "matrices") is None:
+        return
+    for key, value in sharding.items():
+        yield (
+            f"parallel.{key}={value} shards matrices, which optim.name={name} updates whole; use "
+            f"parallel.{key}={'zero1' if key == 'dp_shard' else 1}, or optim.name=adamw"
         )
 
 

@@ -125,6 +125,8 @@ def _of_run(config: RunConfig) -> Iterator[_Unused]:
         yield _Unused("optim", ("wsd_decay_fraction",), f"with optim.schedule={schedule}")
     if schedule == "constant":
         yield _Unused("optim", ("min_lr_ratio",), "with optim.schedule=constant")
+    if config.optim.name == "adamw":
+        yield _Unused("optim", ("momentum",), "with optim.name=adamw")
     if not config.checkpoint.enabled:
         keys = ("interval", "keep_last", "keep_every", "async_save")
         yield _Unused("checkpoint", keys, "with checkpoint.enabled=false")

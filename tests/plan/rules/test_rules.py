@@ -48,6 +48,10 @@ parallel.tp=2 model.shared_ffn_size=9 | model.shared_ffn_size=9, the width of th
 parallel.tp=2 model.vocab_size=4097 | model.vocab_size=4097, the rows of embedding and head
 parallel.tp=2 data.seq_len=63 | data.seq_len=63, the tokens of a sequence
 parallel.tp=2 model.context_length=63 | data.seq_len=63, the tokens of a sequence
+optim.name=muon parallel.tp=2 | optim.name=muon updates whole; use parallel.tp=1, or optim.name=adamw
+optim.name=muon parallel.etp=2 | parallel.etp=2 shards matrices, which optim.name=muon updates whole; use
+optim.name=graphmoe.optim.muon:MUON parallel.tp=2 | shards matrices, which optim.name=graphmoe.optim.muon:MUON
+optim.name=muon parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 shards matrices, which optim.name=muon
 model.num_dense_layers=5 | exceeds model.num_layers=4; use 0 to 4
 model.attention=gqa model.num_kv_heads=3 | does not divide model.num_heads=4; use one of [1, 2, 4]
 model.attention=gqa model.num_kv_heads=0 | model.num_kv_heads=0 does not divide

@@ -1,0 +1,61 @@
+"""Muon as Moonlight has it (arXiv 2502.16982, section 2.2): momentum, then the nearest orthogonal matrix."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphmoe.config.schema import OptimConfig
+from graphmoe.optim.rule import ADAMW, StepScalars, UpdateRule
+
+STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
+EPS = 1e-7  # a matrix of zeros, such as an expert's without tokens, stays one
+RMS = 0.2  # root mean square of an update, which AdamW's has too: both use one learning rate
+
+
+def orthogonalize(x_NRC: Tensor) -> Tensor:
+    """Return matrices with the singular vectors of ``x`` and singular values near 1, in its dtype.
+
+    Newton-Schulz iteration, batched over N. No device sync.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = x_NRC.shape[1] > x_NRC.shape[2]
+    x = x_NRC.mT if is_tall else x_NRC
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = x / (norm + EPS).to(x.dtype)
+    for _ in range(STEPS):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+# one node in a compiled update: its products are library calls in any case
+_orthogonalize = torch.library.custom_op("graphmoe::orthogonalize", orthogonalize, mutates_args=())
+_orthogonalize.register_fake(orthogonalize)
+
+
+def orthogonalize_flops(rows: int, columns: int) -> int:
+    m, n = sorted((rows, columns))
+    return STEPS * (4 * m * m * n + 2 * m**3)
+
+
+def _numbers(config: OptimConfig) -> tuple[float, ...]:
+    return (config.momentum,)
+
+
+def _update(
+    decayed: Tensor, g: Tensor, moments: Sequence[Tensor], scalars: StepScalars
+) -> tuple[Tensor, Tensor]:
+    (momentum,), (kept,) = moments, scalars.numbers
+    m = kept * momentum + g
+    nesterov = g + kept * m
+    # on a CPU bf16 products are slower than those in fp32
+    own = _orthogonalize(nesterov if g.device.type == "cpu" else nesterov.bfloat16()).float()
+    return decayed - scalars.lr * RMS * math.sqrt(max(g.shape[1:])) * own, m
+
+
+MUON = dataclasses.replace(
+    ADAMW, matrices=UpdateRule(("momentum",), _numbers, _update, flops=orthogonalize_flops)
+)

@@ -88,7 +88,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
     optim, dp_shard = plan.optim, plan.parallel.dp_shard
     state = functools.partial(
-        state_bytes, model, bucket_mb=optim.bucket_mb, num_moments=len(rule_of(optim.name).moments)
+        state_bytes, model, bucket_mb=optim.bucket_mb, num_moments=rule_of(optim.name).num_moments
     )
     of_places = [
         _whole_bytes(state(layout, stages, dp_shard=dp_shard))

@@ -7,13 +7,14 @@ causal attention counts S / 2 keys for each query; embedding, router, norms and 
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
-from graphmoe.plan.buckets import BufferLayout
+from graphmoe.plan.buckets import BufferLayout, Matrices, matrices_of
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
@@ -97,9 +98,11 @@ def state_bytes(
     bucket_mb: float,
     element_bytes: int = 2,
     dp_shard: DpShard = DpShard.zero1,
-    num_moments: int = 2,
+    num_moments: Sequence[int] = (2,),
 ) -> dict[str, float]:
     """Return bytes of state by kind, on each rank that has these stages (by default all).
+
+    ``num_moments``: moments of an element, and if matrices are updated whole, of theirs.
 
     Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have fp32 master
     weights. With fsdp2 all is sharded; weights gathered for a layer are not counted.
@@ -111,33 +114,58 @@ def state_bytes(
             **found,
             "grads": FP32 * owned,
             "main_params": FP32 * owned,
-            "moments": num_moments * FP32 * owned,
+            "moments": num_moments[0] * FP32 * owned,
         }
-    for size, ranks in _flat_buffers(model, layout, stages, bucket_mb):
-        shard = size // ranks
+    for buffer, ranks, matrices in _flat_buffers(model, layout, stages, bucket_mb, len(num_moments) > 1):
+        size, shard = buffer.size, buffer.shard_size
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
         found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
         found["main_params"] += FP32 * shard if element_bytes != FP32 else 0
-        found["moments"] += num_moments * FP32 * shard
+        found["moments"] += num_moments[matrices is not None] * FP32 * shard
     return found
 
 
-def owned_elements(
-    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float
-) -> int:
-    """Count parameters that a rank's optimizer updates."""
-    return sum(size // ranks for size, ranks in _flat_buffers(model, layout, stages, bucket_mb))
+class Owned(NamedTuple):
+    """Parameters that a rank's optimizer updates."""
+
+    elements: int
+    """Number of those that are updated by element."""
+    matrices: Counter[Matrices]
+    """Number of whole matrices of each shape, on the rank with the largest of them."""
+
+
+def owned_parameters(
+    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float, *, whole: bool
+) -> Owned:
+    """Count the parameters that a rank's optimizer updates; ``whole``: matrices are updated whole."""
+    elements, found = 0, Counter[Matrices]()
+    for buffer, _, matrices in _flat_buffers(model, layout, stages, bucket_mb, whole):
+        if matrices is None:
+            elements += buffer.shard_size
+        else:
+            found += matrices
+    return Owned(elements, found)
 
 
 def _flat_buffers(
-    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float
-) -> Iterator[tuple[int, int]]:
-    families: dict[object, list[Tensor]] = {}
-    for weight in rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)]):
-        families.setdefault(ranks_of(layout, layout_of(weight).summed_over), []).append(weight)
-    for members in families.values():
-        ranks = layout.size(layout_of(members[0]).summed_over)
-        yield BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size, ranks
+    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float, whole: bool
+) -> Iterator[tuple[BufferLayout, int, Counter[Matrices] | None]]:
+    """Yield the first rank's buffers, the number of their ranks, its matrices if they are updated whole."""
+    families: dict[object, list[tuple[Matrices | None, Tensor]]] = {}
+    stages = stages or [all_pieces(model.num_layers, model.mtp_depth)]
+    for name, weight in _named_weights(model, layout, stages):
+        shape = matrices_of(name, weight) if whole else None
+        key = ranks_of(layout, layout_of(weight).summed_over), shape is None
+        families.setdefault(key, []).append((shape, weight))
+    for shapes, weights in (zip(*members, strict=True) for members in families.values()):
+        ranks = layout.size(layout_of(weights[0]).summed_over)
+        if shapes[0] is None:
+            yield BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32), ranks, None
+            continue
+        buffer, matrices = BufferLayout.of_matrices(weights, ranks, 0), Counter[Matrices]()
+        for i, _, part in buffer.own_ranges(weights):
+            matrices[shapes[i]] += (part.stop - part.start) // shapes[i].size
+        yield buffer, ranks, matrices
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from graphmoe.config.schema import Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
-from graphmoe.model.sizes import owned_elements, state_bytes
+from graphmoe.model.sizes import state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
@@ -30,7 +30,7 @@ from graphmoe.project.step_time import (
     reduction_seconds,
 )
 from graphmoe.segments import segments_of
-from graphmoe.training.floors import update_seconds
+from graphmoe.training.floors import owned_of, update_seconds
 from graphmoe.training.memory import beside_bytes, communication_bytes, num_slots, own_buffer_bytes
 
 FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before
@@ -205,7 +205,7 @@ class Estimates:
 
     def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
         optim = self.config.optim
-        owned = owned_elements(self.model, layout, stages, optim.bucket_mb)
+        owned = owned_of(optim, self.model, layout, stages)
         return _State(
             state_bytes(
                 self.model,
@@ -213,7 +213,7 @@ class Estimates:
                 stages,
                 bucket_mb=optim.bucket_mb,
                 element_bytes=self._plain.element_bytes,
-                num_moments=len(rule_of(optim.name).moments),
+                num_moments=rule_of(optim.name).num_moments,
             ),
             reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages),
             update_seconds(optim.name, owned, self.speeds),

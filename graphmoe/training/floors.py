@@ -2,13 +2,16 @@
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 
-from graphmoe.config.schema import ConfigError
-from graphmoe.model.sizes import owned_elements
+from graphmoe.config.schema import ConfigError, ModelConfig, OptimConfig
+from graphmoe.model.sizes import Owned, owned_parameters
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import card_in
 from graphmoe.plan.costs.rates import Speeds, ceilings
 from graphmoe.plan.costs.segment_times import SegmentTime
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.segments import LAYER_SEGMENTS
 
@@ -38,7 +41,7 @@ def floors_of(plan: Plan, rank: int, device: str) -> Floors:
     kinds: dict[tuple[str, ...], list[list[SegmentTime]]] = defaultdict(list)
     for layer in layers:
         kinds[tuple(time.name for time in layer)].append(layer)
-    owned = owned_elements(plan.model, plan.layout, own, plan.optim.bucket_mb)
+    owned = owned_of(plan.optim, plan.model, plan.layout, own)
     return [
         *({times[0].name: _sums(times) for times in zip(*alike, strict=True)} for alike in kinds.values()),
         {"optimizer": (1e3 * update_seconds(plan.optim.name, owned, speeds), 0.0, 0.0)},
@@ -49,5 +52,19 @@ def _sums(times: tuple[SegmentTime, ...]) -> tuple[float, float, float]:
     return sum(t.forward for t in times), sum(t.inputs for t in times), sum(t.weights for t in times)
 
 
-def update_seconds(optimizer: str, owned: int, speeds: Speeds) -> float:
-    return owned * rule_of(optimizer).bytes_moved / speeds.hbm
+def owned_of(optim: OptimConfig, model: ModelConfig, layout: Layout, stages: Sequence[StagePieces]) -> Owned:
+    whole = rule_of(optim.name).matrices is not None
+    return owned_parameters(model, layout, stages, optim.bucket_mb, whole=whole)
+
+
+def update_seconds(optimizer: str, owned: Owned, speeds: Speeds) -> float:
+    """Return seconds of a rank's update: memory traffic, and GEMMs of whole matrices at the dense rate."""
+    rule = rule_of(optimizer)
+    seconds = owned.elements * rule.bytes_moved / speeds.hbm
+    for shape, count in owned.matrices.items():
+        assert rule.matrices is not None
+        seconds += count * shape.size * rule.matrices.bytes_moved / speeds.hbm
+        if rule.matrices.flops:
+            flops = count * rule.matrices.flops(*shape)
+            seconds += speeds.seconds(flops, "dense", shape.size**0.5, max(shape))
+    return seconds

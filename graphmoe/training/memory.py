@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphmoe.config.schema import GraphConfig, MoEConfig
-from graphmoe.model.sizes import STATE_KINDS, owned_elements, state_bytes
+from graphmoe.model.sizes import STATE_KINDS, Owned, state_bytes
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
@@ -21,6 +21,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.dispatch import shared_bytes
 from graphmoe.segments import FULL_ITERATION, segments_of
+from graphmoe.training.floors import owned_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class PlaceMemory:
     by_segment: Bytes  # activations of one micro-batch on all stages of the position
     by_part: dict[str, Bytes]  # the same by layer
     buffers: dict[str, float]
-    owned: int  # parameters that each rank updates
+    owned: Owned  # parameters that each rank updates
 
     @property
     def total(self) -> float:
@@ -89,7 +90,7 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
                 by_segment,
                 by_part,
                 {**own_buffer_bytes(*of_run, sizes, own, lanes[place]), "communication": communication},
-                owned_elements(plan.model, plan.layout, own, plan.optim.bucket_mb),
+                owned_of(plan.optim, plan.model, plan.layout, own),
             )
         )
     return places
@@ -116,7 +117,7 @@ def state_of_place(plan: Plan, place: int) -> dict[str, float]:
     return state_bytes(
         plan.model, plan.layout, plan.own_stages(place), bucket_mb=plan.optim.bucket_mb,
         element_bytes=plan.dtype.itemsize, dp_shard=plan.parallel.dp_shard,
-        num_moments=len(rule_of(plan.optim.name).moments),
+        num_moments=rule_of(plan.optim.name).num_moments,
     )  # fmt: skip
 
 

@@ -35,6 +35,8 @@ def test_a_step_has_the_floors_of_all_its_micro_batches():
     assert moe["attn"][0] == pytest.approx(5 * dense["attn"][0])
     assert loss["loss"][0] == pytest.approx(4 * 6 * TOKENS * D * 102_400 / 790e12 * 1e3, rel=0.01)
     assert update["optimizer"][1:] == (0, 0) and update["optimizer"][0] == pytest.approx(27, abs=1)
+    of_matrices, num_tflop = floors("optim.name=muon")[4]["optimizer"][0], 105  # of experts
+    assert num_tflop / 790e-3 < of_matrices - 0.8 * update["optimizer"][0] < 1.15 * num_tflop / 790e-3
     more = floors(batch=32)
     assert more[2]["moe_experts"][0] == pytest.approx(2 * forward) and more[4] == update
 

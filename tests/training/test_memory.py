@@ -7,6 +7,7 @@ import graphmoe.runtime.dispatch
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights, state_bytes
 from graphmoe.ops.symm.peers import Region, Sizes
+from graphmoe.optim import rule_of
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.rule import ADAMW
 from graphmoe.plan.layout import Layout
@@ -189,6 +190,9 @@ CASES = {
     ),
     "cp, etp": ("parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
     "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
+    "whole matrices": ("optim.name=muon",),
+    "whole matrices, ep, bf16": ("optim.name=muon", "parallel.ep=4", "precision.compute=bf16"),
+    "whole matrices, more ranks than experts": ("optim.name=muon", "model.num_experts=2", "model.top_k=1"),
 }  # fmt: skip
 
 
@@ -199,7 +203,10 @@ def test_state_is_what_a_dry_run_counts(words):
     element_bytes = 2 if run.precision.compute.value == "bf16" else 4
     found = dry_run(run)["memory"]["state_bytes"]
     names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
-    projected = state_bytes(run.model, layout, bucket_mb=run.optim.bucket_mb, element_bytes=element_bytes)
+    projected = state_bytes(
+        run.model, layout, bucket_mb=run.optim.bucket_mb, element_bytes=element_bytes,
+        num_moments=rule_of(run.optim.name).num_moments,
+    )  # fmt: skip
     if element_bytes == 4:  # the shard of the weights is the main weights
         assert projected["main_params"] == 0
     assert projected == {kind: found.get(name, 0) for kind, name in names.items()}

@@ -242,7 +242,7 @@ def rung_numbers(config: RunConfig, ranks: int, found: Trained, _: int) -> Row:
     return {
         **row,
         "mfu": row["tflops"] / PEAK_TFLOPS,
-        "rank_load": statistics.fmean(step["rank_load"] for step in steps),
+        "rank_load": statistics.fmean(step.get("rank_load", 1.0) for step in steps),
         "replica_load": max((s[PLANNED] for s in steps if PLANNED in s), default=None),
         "first_step_s": found.summary["time_to_first_step_s"],
         "loss": steps[-1]["loss"],

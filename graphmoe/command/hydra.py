@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,8 @@ def to_config(
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
     _refuse_two_lengths(config, sys.argv[1:])
-    return _resolved(config if complete is None else complete(config), prepare, prog)
+    given = {word.lstrip("+").partition("=")[0] for word in sys.argv[1:]}
+    return _resolved(config if complete is None else complete(config), prepare, prog, given)
 
 
 def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
@@ -247,7 +248,9 @@ def schema() -> DictConfig:
     return OmegaConf.structured(RunConfig)
 
 
-def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> RunConfig:
+def _resolved(
+    config: RunConfig, prepare: Prepare | None, prog: str = "", given: Collection[str] = ()
+) -> RunConfig:
     if config.checkpoint.init_from or config.checkpoint.resume_from:
         from graphmoe.run.stored import with_start_tokenizer
 
@@ -256,7 +259,7 @@ def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> Run
         check_trusted(compiled_folder(config.compile.cache_dir), shared=config.compile.cache_shared)
     from graphmoe.plan.rules import check
 
-    check(config)
+    check(config, given)
     if prepare is not None:
         prepare(config)
     if prog:

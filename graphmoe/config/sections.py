@@ -50,7 +50,7 @@ class ModelConfig:
     num_layers: Annotated[int, POSITIVE, MANY_LAYERS] = 4
     """Dense and MoE layers, without multi-token-prediction layers, > 0."""
     num_dense_layers: CountOrZero = 1
-    """Leading layers with a dense MLP, 0 to num_layers."""
+    """Leading layers with a dense MLP, 0 to num_layers; num_layers with num_experts=0."""
     dense_ffn_size: Size = 704
     """Dense MLP's intermediate width, > 0."""
     attention: Annotated[str, ATTENTIONS] = "mla"
@@ -90,7 +90,7 @@ class ModelConfig:
     rope_theta: Annotated[float, POSITIVE, FP32] = 10000.0
     """Rotary embedding base, > 0."""
     rope_scaling: RopeScaling = RopeScaling.none
-    """Rotary context extension: none or yarn."""
+    """Rotary context extension: none, yarn or llama3."""
     yarn_factor: Annotated[float, FP32] = 40.0
     """YaRN: new over original context, >= 1."""
     yarn_original_context: Size = 4096
@@ -103,14 +103,22 @@ class ModelConfig:
     """YaRN: magnitude coefficient of rotated parts, >= 0."""
     yarn_mscale_all_dim: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
     """YaRN: softmax scale coefficient, >= 0."""
+    llama3_factor: Annotated[float, FP32] = 8.0
+    """llama3: divisor of low frequencies, >= 1."""
+    llama3_low_freq_factor: Annotated[float, POSITIVE, FP32] = 1.0
+    """llama3: rotations within the original context below which frequencies are divided, > 0."""
+    llama3_high_freq_factor: Annotated[float, FP32] = 4.0
+    """llama3: rotations above which frequencies are kept, > llama3_low_freq_factor."""
+    llama3_original_context: Size = 8192
+    """llama3: original context in tokens, > 0."""
     context_length: Size = 4096
     """Longest supported sequence in tokens, > 0."""
     norm_eps: Annotated[float, POSITIVE, FP32] = 1e-6
     """RMSNorm epsilon, > 0."""
     init_std: Annotated[float, POSITIVE, FP32] = 0.02
     """Standard deviation of initial weights, > 0."""
-    num_experts: Size = 8
-    """Routed experts per MoE layer, > 0."""
+    num_experts: Annotated[int, NOT_NEGATIVE, INT32] = 8
+    """Routed experts per MoE layer; 0: a dense model, all of whose layers have a dense MLP."""
     top_k: Size = 2
     """Routed experts per token, 1 to num_experts."""
     expert_ffn_size: Size = 176
@@ -147,6 +155,10 @@ class ModelConfig:
     """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
     mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3
     """Weight of the mean multi-token-prediction loss, >= 0."""
+
+    def __post_init__(self) -> None:
+        if self.num_experts == 0 and self.num_dense_layers == type(self).num_dense_layers:
+            self.num_dense_layers = self.num_layers
 
 
 @dataclass

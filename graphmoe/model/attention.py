@@ -2,7 +2,8 @@
 
 cp: attention exchanges positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509, section 3) or circulates
 keys and values (``ops.ring_attention``). Rotary embedding: RoFormer (arXiv 2104.09864, section 3.4); YaRN
-(arXiv 2309.00071, sections 3.2 and 3.4) with mscale of DeepSeek-V2 (arXiv 2405.04434, section 3.1.4).
+(arXiv 2309.00071, sections 3.2 and 3.4) with mscale of DeepSeek-V2 (arXiv 2405.04434, section 3.1.4); llama3
+as Llama 3.1 is published (``_compute_llama3_parameters`` in transformers' modeling_rope_utils.py).
 
 Suffixes: B batch, S sequence, D hidden, H query heads, G key-value heads, N head part without and R with
 rotary embedding, Q = N + R, V value head, P = R / 2. ``cos`` and ``sin``: [S, P] or [B, S, P].
@@ -259,6 +260,11 @@ def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
     kept_P = 1.0 / config.rope_theta**exponent_P
     if config.rope_scaling is RopeScaling.none:
         return kept_P
+    if config.rope_scaling is RopeScaling.llama3:
+        least, most = config.llama3_low_freq_factor, config.llama3_high_freq_factor
+        turns_P = config.llama3_original_context * kept_P / (2 * math.pi)
+        share_P = ((turns_P - least) / (most - least)).clamp(0, 1)
+        return kept_P * share_P + kept_P / config.llama3_factor * (1 - share_P)
     low = math.floor(_pair_of_rotations(config, dim, config.yarn_beta_fast))
     high = math.ceil(_pair_of_rotations(config, dim, config.yarn_beta_slow))
     low, high = max(low, 0), min(high, dim - 1)

@@ -1,11 +1,11 @@
 """Sizes and supported options of each kind of attention (`AttentionFacts`); defaults suit a plug-in."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.schema import ModelConfig
+from graphmoe.config.schema import ModelConfig, RopeScaling
 from graphmoe.plan.layout import divisors
 
 
@@ -87,6 +87,12 @@ def keys_of_others(model: ModelConfig) -> set[str]:
         return set()
     every = {key for facts in FACTS.values() for key in facts(model).keys}
     return every - {*attention_facts(model).keys}
+
+
+def keys_of_other_scalings(model: ModelConfig) -> set[str]:
+    """Return the keys of ``model`` that only other values of ``rope_scaling`` read."""
+    prefixes = tuple(f"{kind}_" for kind in RopeScaling if kind is not model.rope_scaling)
+    return {field.name for field in fields(model) if field.name.startswith(prefixes)}
 
 
 def _latent(model: ModelConfig) -> AttentionFacts:

@@ -28,6 +28,12 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import segments_of
 
+EXPERT_KEYS = (
+    "top_k", "expert_ffn_size", "shared_ffn_size", "score_function", "softmax_after_topk", "renormalise",
+    "routed_scale", "num_groups", "topk_groups", "group_score", "selection_bias", "bias_update_rate",
+    "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
+)  # fmt: skip
+"""Keys of ``model`` that only MoE layers read."""
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"
 # A rank may exceed its share by 1/SLACK before replication: computing is faster than sending weights
@@ -237,9 +243,10 @@ def routed_tokens(config: RunConfig, layout: Layout) -> int:
 
 def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
     """Return a rank's expected load under uniform routing, if each rank routes ``tokens``."""
-    here, slots = model.num_experts // layout.ep, tokens * model.top_k * layout.etp
+    top_k = min(model.top_k, model.num_experts)  # 0 without experts
+    here, slots = model.num_experts // layout.ep, tokens * top_k * layout.etp
     # hypergeometric: the probability that all top_k experts of a token are on other ranks
-    elsewhere = math.comb(model.num_experts - here, model.top_k) / math.comb(model.num_experts, model.top_k)
+    elsewhere = math.comb(model.num_experts - here, top_k) / math.comb(model.num_experts, top_k)
     return Load(math.ceil(layout.size("ep_etp") * tokens * (1 - elsewhere)), slots)
 
 
@@ -295,7 +302,7 @@ def arrivals_of(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int)
     """Return expected and worst loads, and capacity, for a resolved ``moe``; ``tokens`` per rank."""
     rows, owned = layout.size("ep_etp") * tokens, model.num_experts // layout.ep
     replicas = replica_slots(moe, model, layout.ep)
-    is_exact = replicas == owned
+    is_exact = 0 < replicas == owned
     if is_exact:
         slots = tokens * model.top_k
         slots += slack_of(slots)

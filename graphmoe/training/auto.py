@@ -118,7 +118,7 @@ def _format(gpu: Gpu | None) -> str:
 def _dispatcher(config: RunConfig, machine: Machine) -> tuple[str, str]:
     ranks = config.parallel.ep * config.parallel.etp
     if ranks == 1:
-        return "local", "each rank has all experts"
+        return "local", "each rank has all experts" if has_experts(config.model) else "no experts"
     if machine.gpu is None:
         return "alltoall", "no GPU"
     if machine.num_ranks > machine.per_node and machine.per_node % ranks:

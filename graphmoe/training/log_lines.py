@@ -14,6 +14,7 @@ from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import DeviceChoice
 from graphmoe.data import Corpus
 from graphmoe.model.sizes import count_parameters
+from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.expert_loads import ASCII, BLOCKS, LoadWatch, load_bar
 from graphmoe.runtime.host.tuning import cores_here
@@ -52,8 +53,9 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     parameters = count_parameters(model)
     total, active = (parameters[kind]["full"] for kind in ("total", "active"))
     size = f"{quantity(total)} parameters, {quantity(active)} active"
-    layers = f"{number_of(model.num_layers, 'layer')} ({model.num_dense_layers} dense)"
-    experts = f"{number_of(model.num_experts, 'expert')}, {model.top_k} a token"
+    parts = [f"{number_of(model.num_layers, 'layer')} ({model.num_dense_layers} dense)"]
+    if has_experts(model):
+        parts.append(f"{number_of(model.num_experts, 'expert')}, {model.top_k} a token")
     ranks = layout.size("world")
     axes = " ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
     unit = "GPU" if plan.run.device is DeviceChoice.cuda else "process"
@@ -65,17 +67,18 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     tokens = quantity(steps * of_step)
     epochs = f", {steps * of_step / there:.2g} epochs of {quantity(there)}" if there else ""
     travel = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
+    dispatch = {"dispatcher": travel} if has_experts(model) else {}
     scope, optim = plan.graph.scope, plan.optim
     warmup = number_of(optim.warmup_steps, "step")
     rising = f"after {warmup} of warm-up" if optim.warmup_steps else "without warm-up"
     chosen = {"auto": ", ".join(plan.run.auto)} if plan.run.auto else {}
     lines = {
-        "model": f"{model.name}, {size}; {layers}; {experts}",
+        "model": f"{model.name}, {size}; {'; '.join(parts)}",
         "layout": f"{number_of(ranks, unit)} ({device}{cpu}){f': {axes}' if axes else ''}",
         **chosen,
         "precision": compute_words(plan.precision.compute.value, plan.precision.fp8.value),
         "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
-        "dispatcher": travel,
+        **dispatch,
         "compile": "; ".join(compiled),
         "data": f"{plan.data.source}, sequences of {plan.seq_len} tokens",
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule} {rising}",

@@ -128,7 +128,10 @@ class MetricsWriter:
 def to_json(
     row: StepRow, throughput: Throughput, tokens: int, epoch: float, memory_gib: float
 ) -> dict[str, Any]:
-    values = row.values
+    values, of_experts = row.values, dict[str, Any]()
+    if len(row.load_LE):
+        of_experts = {name: values[name] for name in ROUTER_STATS}
+        of_experts |= {"load_max_over_mean": row.load, "rank_load": values["rank_load"]}
     found = {
         "step": row.step,
         **{name: values[name] for name in ("loss", "grad_norm", "lr")},
@@ -137,9 +140,8 @@ def to_json(
         "step_s": row.seconds,
         "tokens": tokens,
         "epoch": round(epoch, 6),
-        **{name: values[name] for name in ("mtp_loss", *ROUTER_STATS)},
-        "load_max_over_mean": row.load,
-        "rank_load": values["rank_load"],
+        "mtp_loss": values["mtp_loss"],
+        **of_experts,
         "skipped": bool(values["skipped"]),
         "skipped_total": int(values["skipped_total"]),
     }

@@ -18,6 +18,7 @@ from graphmoe.data import DataError
 from graphmoe.data.tokenizer import num_ids
 from graphmoe.model.attention import check_backend
 from graphmoe.passes import select_passes
+from graphmoe.plan.experts import has_experts
 from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.plan.pipeline.plan import run_slower_than_1f1b
 from graphmoe.plan.plan import Plan, plan_of
@@ -141,7 +142,8 @@ def _summarise(
     trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
-    sums = summarise(read_rows(folder / METRICS_FILE))
+    sums, model = summarise(read_rows(folder / METRICS_FILE)), trainer.plan.model
+    loads = read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad)
     rest = trainer.host_times.take().items()  # such as the last checkpoint's
     summary = {
         "finished": finished,
@@ -150,7 +152,7 @@ def _summarise(
         "folder": str(folder),
         **sums,
         **trainer.execution.precision(),
-        **summary_of(read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad), trainer.plan.model.top_k),
+        **(summary_of(loads, model.top_k) if has_experts(model) else {}),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,
         "time_to_first_step_s": trainer.first_step_s,

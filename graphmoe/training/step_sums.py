@@ -65,12 +65,15 @@ class StepSums:
         """Sum over ranks, one collective per process group."""
         self._tell_routers(torch.zeros_like(self._counts_LE), self._routers)
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
-        axes: list[tuple[Axis, Tensor]] = [("dp_pp", self._sums), ("world", self._counts_LE)]
+        axes: list[tuple[Axis, Tensor]] = [("dp_pp", self._sums)]
+        if has_counts := self._counts_LE.numel() > 0:
+            axes.append(("world", self._counts_LE))
         if has_load(self._model.dispatcher):
             axes.append(("world", _one_of_all(self._received_L2, mesh)))
             if plan.replica_slots:
                 axes.append(("world", self._replicas))
-        total, counts_LE, *more = _summed(mesh, axes)
+        total, *more = _summed(mesh, axes)
+        counts_LE = more.pop(0) if has_counts else self._counts_LE
         means = total / plan.global_micro_batches
         scalars = dict(zip(self._names, means, strict=True))
         for name in MASKED if MASKED[0] in scalars else ():

@@ -68,6 +68,7 @@ OPTIONS = (  # of attention
 )  # fmt: skip
 GROUPS = ("model.num_groups=2", "model.renormalise=true")
 LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
+NO_EXPERTS = (*GQA, "model.num_experts=0", "model.rope_scaling=llama3", "model.llama3_original_context=8")
 DENSE, ALL_MOE = "model.num_dense_layers=3", "model.num_dense_layers=0"
 NOT_SHARED, MICRO = "model.shared_ffn_size=0", "model.aux_loss=micro_batch"
 SMALL = ("train.global_batch_size=4",)
@@ -81,6 +82,7 @@ FOUR = (
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
     Case(4, "pp=2 cp=2 ep=2", "1f1b", model=(MTP, *MASK)),
     Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS)),
+    Case(4, "pp=2 tp=2", "1f1b", model=(*NO_EXPERTS, TIED)),
     HOT,
 )
 LANES = Case(
@@ -136,6 +138,10 @@ TWO = (
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
 MORE_OF_FOUR = (
+    Case(4, "cp=2", model=(*NO_EXPERTS, *MASK), mode="traced"),
+    Case(4, f"cp=2 tp=2 {RING}", model=NO_EXPERTS),
+    Case(4, FSDP, overrides=(AGAIN,), model=(*NO_EXPERTS, TIED)),
+    Case(4, "pp=2 tp=2", "zb1p", FULL, NO_EXPERTS, "traced"),
     HOT_STAGE, Case(4, f"ep=2 {FSDP}", overrides=(AGAIN,)), Case(4, "pp=4", "zb1p", mode="traced"),
     Case(4, "ep=2 etp=2", model=(MTP, "moe.force_balance=true")),
     Case(4, "tp=2 ep=4", model=(NOT_SHARED, MICRO)), Case(4, "tp=2", model=(DENSE,)),

@@ -38,6 +38,8 @@ CASES = {  # words of both runs, of the plain one and of the other
     "captured parts again": (
         (*AGAIN, "graph.scope=[attn,moe_experts]", "recompute.ops=[layernorm,core_attn]", TRACED), LATE, EARLY
     ),
+    "dense step": ((*EAGER, "model.num_experts=0", "model.tie_embeddings=true"), (), (EVERYTHING, STEP)),
+    "dense layers": ((*AGAIN, "model.num_experts=0", LAYER, TRACED), LATE, EARLY),
     "moe in bf16": (
         (*AGAIN, "precision.compute=bf16", "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY
     ),

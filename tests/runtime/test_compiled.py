@@ -71,6 +71,18 @@ def test_losses_and_every_gradient_are_those_of_the_plain_model(compiled):
         assert_gradient_close(gradient, of_plain[name])
 
 
+@pytest.mark.slow  # a compilation
+def test_a_dense_model_has_the_losses_and_gradients_of_the_plain_one():
+    words = ("model.num_experts=0", "model.mtp_depth=0", "model.attention=gqa", "model.num_kv_heads=1")
+    model = model_of(*words, "model.rope_scaling=llama3", "model.tie_embeddings=true", "model.num_layers=3")
+    expected, of_plain = gradients(model)
+    output, of_compiled = gradients(model, made := executor())
+    assert_forward_close(output.total, expected.total)
+    assert output.counts_LE.shape == (0, 0) and [report.unit for report in made.reports][1] == "attn..mlp"
+    for name, gradient in of_plain.items():
+        assert_gradient_close(of_compiled[name], gradient)
+
+
 @pytest.mark.slow  # two compilations
 @pytest.mark.parametrize("words", [(), ("passes.disabled=[fuse_router]",)], ids=["fused", "plain"])
 def test_a_balance_loss_beside_a_large_bias_has_the_gradient_of_the_plain_router(words):

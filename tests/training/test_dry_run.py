@@ -49,6 +49,10 @@ OF_FOUR = {
     "pp2 ep2": ("parallel.pp=2", "parallel.ep=2", "model.num_experts=2"),
     "pp2 tp2, a tied head": ("parallel.pp=2", "parallel.tp=2", "model.tie_embeddings=true"),
     "pp4 zbv": ("parallel.pp=4", "model.num_layers=6", "pipeline.schedule=zbv"),
+    "dense, pp2 tp2": (
+        "parallel.pp=2", "parallel.tp=2", "model.num_experts=0", "model.mtp_depth=0",
+        "moe.force_balance=false",
+    ),
     "pp2 interleaved": ("parallel.pp=2", "model.num_layers=4", "pipeline.schedule=interleaved"),
 }  # fmt: skip
 

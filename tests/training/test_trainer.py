@@ -126,6 +126,7 @@ def test_what_is_saved_and_logged_does_not_change_the_numbers(tmp_path):
         "precision.compute=bf16", "model.num_dense_layers=2", "model.mtp_depth=2", "moe.force_balance=true",
         "model.num_dense_layers=0 model.shared_ffn_size=0 model.selection_bias=false",
         "model.attention=gqa model.num_kv_heads=1 model.head_dim=8 model.qk_norm=true",
+        "model.num_experts=0 model.attention=gqa model.num_kv_heads=1 model.rope_scaling=llama3",
         "train.clip_grad_norm=0 optim.schedule=wsd",
     ],
 )  # fmt: skip

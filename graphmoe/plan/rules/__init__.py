@@ -3,10 +3,10 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.ranges import fields_of, form_rules, own_code, range_rules, type_rules
+from graphmoe.config.ranges import fields_of, form_rules, own_code, range_rules, spelled, type_rules
 from graphmoe.config.schema import (
     ComputeDtype,
     ConfigError,
@@ -18,7 +18,8 @@ from graphmoe.config.schema import (
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules import model, parallel, run
-from graphmoe.plan.rules.auto import auto_rules, presumed
+from graphmoe.plan.rules.auto import auto_rules, presumed, value_of, with_values
+from graphmoe.plan.rules.unused import of_experts
 
 # rules that must hold before a pipeline can be planned
 FIRST = (model.model_rules, model.router_rules, parallel.batch_rules, parallel.pipeline_rules)
@@ -54,24 +55,31 @@ RULES = (
 FUNCTIONS = ("optim.schedule", "data.source")  # keys whose plug-in is a function
 
 
-def check(config: RunConfig) -> None:
-    """Raise one ConfigError that lists every violated rule. Imports plug-ins."""
-    problems = violations(config)
+def check(config: RunConfig, given: Collection[str] = ()) -> None:
+    """Raise one ConfigError that lists every violated rule; ``given``: typed keys. Imports plug-ins."""
+    problems = violations(config, given)
     if problems:
         raise ConfigError("\n  ".join(["the configuration cannot run:", *problems]))
     for key, path in own_code(config):
         look_up({}, path, key, Callable if key in FUNCTIONS else object)
 
 
-def violations(config: RunConfig) -> list[str]:
+def violations(config: RunConfig, given: Collection[str] = ()) -> list[str]:
     """Return a message, with valid values, for every violated rule. Pure."""
     fields = [*fields_of(config)]
     if unusable := [*(line for field in fields for line in type_rules(field)), *auto_rules(config)]:
         return unusable  # other rules cannot compute with such values
-    config = presumed(run.with_steps(run.with_dry_batch(config)))
+    unread = of_experts(config, given)
+    wrong = [
+        f"{key}={spelled(value_of(config, key))} is for MoE layers, and a model of model.num_experts=0 has "
+        f"none; leave it out"
+        for key in unread
+    ]
+    config = presumed(run.with_steps(run.with_dry_batch(with_values(config, unread))))
     ranges = [line for field in fields for line in range_rules(field)]
     own = [*ranges, *(line for rule in FIRST for line in rule(config))]
     return [
+        *wrong,
         *own,
         *(line for field in fields for line in form_rules(field)),
         *(line for rule in RULES for line in rule(config)),

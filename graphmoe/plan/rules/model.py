@@ -44,7 +44,12 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 def model_rules(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.num_dense_layers > model.num_layers:
+    if not model.num_experts and model.num_dense_layers != model.num_layers:
+        yield (
+            f"model.num_dense_layers={model.num_dense_layers} is not model.num_layers={model.num_layers}, "
+            f"and model.num_experts=0 makes every layer dense; use model.num_dense_layers={model.num_layers}"
+        )
+    elif model.num_dense_layers > model.num_layers:
         yield (
             f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
             f"use 0 to {model.num_layers}"
@@ -58,6 +63,12 @@ def model_rules(config: RunConfig) -> Iterator[str]:
                 f"model.yarn_beta_fast={model.yarn_beta_fast} is below "
                 f"model.yarn_beta_slow={model.yarn_beta_slow}; swap them"
             )
+    if model.rope_scaling is RopeScaling.llama3:
+        low, high = model.llama3_low_freq_factor, model.llama3_high_freq_factor
+        if not 1 <= model.llama3_factor < math.inf:
+            yield f"model.llama3_factor={model.llama3_factor} must be 1 or greater"
+        if not low < high < math.inf:
+            yield f"model.llama3_high_freq_factor={high} must exceed model.llama3_low_freq_factor={low}"
 
 
 def router_rules(config: RunConfig) -> Iterator[str]:

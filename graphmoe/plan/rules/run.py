@@ -28,6 +28,7 @@ from graphmoe.plan.rules.auto import ROUNDS, assumed_size
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
 
+OF_MOE = {*SCOPES["moe"], "shared_experts"}
 MOST_TOKENS = 10**18
 LONGEST_NAME = 200  # bytes: file systems allow 255, and numbers and endings are added
 
@@ -247,6 +248,11 @@ def graph_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
             f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
+        )
+    elif segments_of(scope) and not {*segments_of(scope)} - OF_MOE and not has_experts(config.model):
+        yield (
+            f"graph.scope={scope} captures segments of MoE layers, and the model has none; use "
+            f"graph.scope=layer, {FULL_ITERATION} or none"
         )
 
 

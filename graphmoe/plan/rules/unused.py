@@ -1,15 +1,17 @@
-"""Warnings about keys without effect and unlikely values."""
+"""Keys without effect, warnings about them and about unlikely values."""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.ranges import spelled
-from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, RopeScaling, RunConfig
-from graphmoe.plan.attention import keys_of_others
+from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, MoEConfig, RopeScaling, RunConfig
+from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others
+from graphmoe.plan.experts import EXPERT_KEYS
 from graphmoe.plan.plan import Plan
+from graphmoe.plan.rules.auto import OVERLAP, value_of
 from graphmoe.plan.rules.parallel import seq_len_of
 
 LARGE_LR = 10  # factor of ``model.peak_lr`` above which a learning rate is probably a mistake
@@ -36,6 +38,22 @@ def doubtful(config: RunConfig) -> Iterator[str]:
             f"{model.yarn_factor:g} times model.yarn_original_context={model.yarn_original_context} reach; "
             f"use model.yarn_factor={math.ceil(seq_len / model.yarn_original_context)}"
         )
+
+
+def of_experts(config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return defaults of the keys that only MoE layers read and that a dense model sets.
+
+    Keys of ``model`` count if they are among those ``given`` on the command line: a preset may have them.
+    """
+    if config.model.num_experts != 0:
+        return {}
+    default = RunConfig()
+    keys = ["model.mtp_depth", *(key for name in EXPERT_KEYS if (key := f"model.{name}") in given)]
+    keys += [f"moe.{field.name}" for field in dataclasses.fields(MoEConfig)]
+    keys += ["parallel.ep", "parallel.etp", OVERLAP]
+    decided = {"moe.dispatcher": "local", "moe.balance": "none", "moe.sync_free_stage": 0, OVERLAP: False}
+    values = {key: value_of(default, key) for key in keys}
+    return {k: value for k, value in values.items() if value_of(config, k) not in (value, decided.get(k))}
 
 
 class _Unused(NamedTuple):
@@ -91,9 +109,11 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
 def _of_model(config: RunConfig) -> Iterator[_Unused]:
     model = config.model
     yield _Unused("model", sorted(keys_of_others(model)), f"with model.attention={model.attention}")
-    if model.rope_scaling is not RopeScaling.yarn:
-        keys = [field.name for field in dataclasses.fields(model) if field.name.startswith("yarn_")]
-        yield _Unused("model", keys, f"with model.rope_scaling={model.rope_scaling.value}")
+    scalings = sorted(keys_of_other_scalings(model))
+    yield _Unused("model", scalings, f"with model.rope_scaling={model.rope_scaling.value}")
+    if not model.num_experts:
+        yield _Unused("model", EXPERT_KEYS, "with model.num_experts=0")
+        return
     if not model.selection_bias:
         yield _Unused("model", ("bias_update_rate",), "with model.selection_bias=false")
     if model.aux_loss is AuxLoss.none and model.aux_loss_coef:

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from graphmoe.command.hydra import schema
+from graphmoe.plan.experts import EXPERT_KEYS
 from graphmoe.plan.rules import violations
 
 SHORT = {
@@ -52,6 +53,11 @@ optim.name=muon parallel.tp=2 | optim.name=muon updates whole; use parallel.tp=1
 optim.name=muon parallel.etp=2 | parallel.etp=2 shards matrices, which optim.name=muon updates whole; use
 optim.name=graphmoe.optim.muon:MUON parallel.tp=2 | shards matrices, which optim.name=graphmoe.optim.muon:MUON
 optim.name=muon parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 shards matrices, which optim.name=muon
+model.num_experts=0 model.num_dense_layers=5 | every layer dense; use model.num_dense_layers=4
+model.num_experts=0 model.num_dense_layers=0 | every layer dense; use model.num_dense_layers=4
+model.num_experts=0 graph.scope=[moe_router,shared_experts] compile.enabled=true | and the model has none; use
+model.rope_scaling=llama3 model.llama3_factor=.inf | model.llama3_factor=inf must be 1 or greater
+model.rope_scaling=llama3 model.llama3_high_freq_factor=1 | must exceed model.llama3_low_freq_factor=1.0
 model.num_dense_layers=5 | exceeds model.num_layers=4; use 0 to 4
 model.attention=gqa model.num_kv_heads=3 | does not divide model.num_heads=4; use one of [1, 2, 4]
 model.attention=gqa model.num_kv_heads=0 | model.num_kv_heads=0 does not divide
@@ -304,6 +310,8 @@ VENDOR moe.dispatcher=turbo parallel.ep=4 model.hidden_size=2880 model.top_k=33
 VENDOR moe.dispatcher=turbo parallel.ep=8 model.hidden_size=8192 graph.scope=layer
 VENDOR moe.dispatcher=nvshmem parallel.ep=8 parallel.etp=2 precision.compute=fp32 launch.nproc=16
 VENDOR moe.dispatcher=nvshmem parallel.ep=2 graph.scope=moe moe.sync_free_stage=3
+model.num_experts=0 model.num_layers=7 moe.balance=none moe.sync_free_stage=0 graph.scope=partial
+model.num_experts=0 model.num_dense_layers=4 precision.fp8=rowwise compile.enabled=true
 """
 """Batches over data-parallel ranks alone, ranks of nodes that are counted later, ends of fp32, vendors."""
 
@@ -328,6 +336,37 @@ def test_a_broken_rule_is_the_one_violation_and_says_what_would_do(words, messag
 
 def test_what_breaks_no_rule_is_taken():
     assert [(words, found) for words in ["", *FINE.strip().splitlines()] if (found := broken(words))] == []
+
+
+OF_EXPERTS = """
+model.top_k=3 model.expert_ffn_size=8 model.shared_ffn_size=0 model.score_function=sigmoid
+model.softmax_after_topk=true model.renormalise=true model.routed_scale=2.0 model.num_groups=2
+model.topk_groups=2 model.group_score=topk_sum model.selection_bias=true model.bias_update_rate=0.1
+model.aux_loss=none model.aux_loss_coef=0.1 model.z_loss_coef=0.1 model.mtp_depth=1 model.mtp_loss_weight=0.1
+moe.force_balance=true moe.expert_load=hot_rank moe.experts=te moe.dispatcher=deepep moe.transport=pull
+moe.dispatch_dtype=bf16 moe.receive_budget=2.0 moe.balance=replicas moe.replica_slots=2 moe.replica_keep=true
+moe.sync_free_stage=3 parallel.ep=2 parallel.etp=2 pipeline.ep_overlap=true
+"""
+
+
+@pytest.mark.parametrize("word", OF_EXPERTS.split())
+def test_a_key_of_moe_layers_that_a_dense_model_is_given_has_one_line(word):
+    key = word.partition("=")[0]
+    run = OmegaConf.to_object(
+        OmegaConf.merge(schema(), OmegaConf.from_dotlist(["model.num_experts=0", word]))
+    )
+    said = f"{word} is for MoE layers, and a model of model.num_experts=0 has none; leave it out"
+    assert violations(run, {key}) == [said]
+    in_preset = key.startswith("model.") and key != "model.mtp_depth"
+    assert violations(run) == ([] if in_preset else [said])
+
+
+def test_every_key_of_moe_layers_is_among_them():
+    keys = {word.partition("=")[0] for word in OF_EXPERTS.split()}
+    moe = {f"moe.{name}" for name in schema().moe}
+    assert keys == moe | {f"model.{name}" for name in EXPERT_KEYS} | {
+        "parallel.ep", "parallel.etp", "pipeline.ep_overlap"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("dispatcher", ["deepep", "turbo"])

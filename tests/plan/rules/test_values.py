@@ -30,6 +30,7 @@ def test_every_number_of_the_schema_has_a_range_or_a_rule():
     numbers = {f.key for f in FIELDS if f.hint in (int, float, int | None, float | None)}
     ranged = {f.key for f in FIELDS if any(isinstance(mark, Range) for mark in f.marks)}
     ruled = {"model.num_kv_heads", "model.yarn_factor", "model.yarn_beta_fast"}
+    ruled |= {"model.llama3_factor", "model.llama3_high_freq_factor"}
     ruled |= {"data.bpe_vocab_size", "launch.fake_rank"}
     assert numbers == ranged | ruled | {"data.seed", "train.seed"}
 
@@ -87,7 +88,7 @@ def test_a_number_that_takes_hours_or_all_memory_before_a_run_begins_is_refused(
 
 def test_all_violations_are_reported_together():
     broken = changed(
-        model={"num_experts": 0, "num_heads": 0, "attention": "gqa", "num_kv_heads": 0},
+        model={"num_experts": -1, "num_heads": 0, "attention": "gqa", "num_kv_heads": 0},
         train={"steps": 0, "micro_batch_size": 3},
         optim={"lr": -1.0},
         data={"seq_len": -4},
@@ -96,6 +97,6 @@ def test_all_violations_are_reported_together():
         check(broken)
     lines = str(error.value).splitlines()
     assert lines[0] == "the configuration cannot run:" and all(line.startswith("  ") for line in lines[1:])
-    wanted = "model.num_experts=0 model.num_heads=0 train.steps=0 optim.lr=-1.0 data.seq_len=-4"
+    wanted = "model.num_experts=-1 model.num_heads=0 train.steps=0 optim.lr=-1.0 data.seq_len=-4"
     for key in [*wanted.split(), "train.global_batch_size=16"]:
         assert any(key in line for line in lines), key

@@ -140,9 +140,9 @@ ANSWERS = {
     "shampoo|soap|lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizers are optim=adamw "
     "and optim=muon; a rule of your own is optim.name=package.module:NAME",
     r"llama4\w*|gpt_?oss|glm\w*|minimax\w*|dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not "
-    "there; those that are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3-MoE and Mixtral",
-    r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "dense families are not there; "
-    "model=mixtral_8x7b has Llama's layers, with experts in place of its MLP",
+    "there; those that are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Mixtral and Llama 3",
+    r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "the dense families are Llama 3, as "
+    "model=llama3_8b, and Qwen3, as model=qwen3_8b",
     r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "
     "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
     r"\w*offload\w*": "nothing is moved to the host's memory; recompute=all, parallel.dp_shard=fsdp2 and a "

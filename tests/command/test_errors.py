@@ -132,7 +132,7 @@ def test_a_refused_run_makes_no_folder_and_deletes_none(tmp_path, word):
 def test_a_word_for_a_thing_gets_an_answer_about_the_thing():
     answers = {
         "lora.rank=8": "unknown key 'lora.rank' on the command line ('lora.rank=8'): there are no adapters",
-        "model=llama3_8b": "'llama3_8b': dense families are not there; model=mixtral_8x7b",
+        "model=llama2_7b": "'llama2_7b': the dense families are Llama 3, as model=llama3_8b, and Qwen3",
         "model=gpt-oss-20b": "this family is not there; those that are: DeepSeek-V2",
         "experiment=sft": "every token of a document counts in the loss",
         "optim=soap": "the optimizers are optim=adamw and optim=muon",
@@ -154,7 +154,7 @@ def test_a_word_for_a_thing_gets_an_answer_about_the_thing():
         "gpus=16": "launch.nproc is the number of GPUs of a node",
         "output_dir=runs": "did you mean 'run.name'?",
         "model.q_lora_rnk=8": "did you mean 'model.q_lora_rank'?",
-        "model=qwen3": "did you mean model=qwen3_30b_a3b?",
+        "model=qwen3": "did you mean model=qwen3_8b?",
     }
     for word, part in answers.items():
         found = wrong_words([word])

@@ -1,5 +1,6 @@
 """Tiny random models of each family, made by transformers, and how two of them are compared."""
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,30 @@ def grouped(family: str, shape: Sizes, sizes: Sizes, lengths: tuple[int, ...] = 
     return Case(family, dict(sized) | {"intermediate_size": sizes[-1]} | more, lengths)
 
 
+def dense(family: str, seed: int, **more: Any) -> Case:
+    """A dense model of random sizes: a head is not as wide as the width over the number of heads."""
+    draw = random.Random(seed).randint
+    groups, size = draw(1, 3), 2 * draw(2, 8)
+    heads = groups * draw(2, 3)
+    config = {
+        "hidden_size": heads * draw(5, 9), "num_hidden_layers": draw(2, 3), "num_attention_heads": heads,
+        "num_key_value_heads": groups, "head_dim": size, "intermediate_size": draw(5, 40),
+    }  # fmt: skip
+    return Case(family, config | more, (1, draw(9, 33)))
+
+
 def groups(number: int, chosen: int) -> dict[str, int]:
     return {"n_group": number, "topk_group": chosen}
 
 
 def yarn(**more: float) -> dict[str, Any]:
     return {"rope_parameters": YARN | more}
+
+
+def llama3(theta: float, *sizes: float) -> dict[str, Any]:
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    rope = {"rope_type": "llama3", "rope_theta": theta} | dict(zip(keys, sizes, strict=True))
+    return {"rope_parameters": rope}
 
 
 def default_rope(theta: float) -> dict[str, Any]:
@@ -99,10 +118,27 @@ CASES = {
         "Qwen3Moe", (21, 2), (3, 3, 8, 9, 4, 5), (1, 70), norm_topk_prob=True,
         **yarn(factor=4.0, rope_theta=1e6),
     ),
+    "llama": dense("Llama", 16, rms_norm_eps=1e-5, **default_rope(5e5)),
+    "llama_scaled": dense("Llama", 27, **llama3(100.0, 8.0, 1.0, 4.0, 16)),
+    "llama_scaled_one_kv_head": dense("Llama", 9, num_key_value_heads=1, **llama3(50.0, 3.5, 0.5, 2.5, 9)),
+    "llama_head_of_the_width": Case("Llama", {
+        "hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 5, "num_key_value_heads": 5,
+        "intermediate_size": 13,
+    }),
+    "qwen3_dense": dense("Qwen3", 23, rms_norm_eps=1e-5, **default_rope(1e6)),
+    "qwen3_dense_one_kv_head": dense("Qwen3", 30, num_key_value_heads=1),
+    "qwen3_dense_yarn": dense("Qwen3", 38, **yarn(factor=4.0, rope_theta=1e6)),
     "mixtral": grouped("Mixtral", (32, 2), (4, 2, None, 8, 2, 15)),
     "mixtral_odd": grouped("Mixtral", (25, 3), (9, 3, 6, 3, 3, 17), (1, 23), **default_rope(777.0)),
 }  # fmt: skip
-for name in ("v2_plain", "v3_no_shared_experts", "qwen3_one_kv_head", "mixtral"):
+for name in (
+    "v2_plain",
+    "v3_no_shared_experts",
+    "qwen3_one_kv_head",
+    "mixtral",
+    "llama_scaled",
+    "qwen3_dense",
+):
     tied = CASES[name].config | {"tie_word_embeddings": True}
     CASES[f"{name}_tied"] = Case(CASES[name].family, tied, lengths=(13,))
 

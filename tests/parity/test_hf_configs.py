@@ -61,6 +61,9 @@ def test_old_and_new_rope_keys_mean_the_same():
     plain = PUBLISHED["mixtral_8x7b"]
     new = {key: value for key, value in plain.items() if key != "rope_theta"}
     assert read(new | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}) == read(plain)
+    new = {k: value for k, value in PUBLISHED["llama3_8b"].items() if not k.startswith("rope_")}
+    found = read(new | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
+    assert found == read(PUBLISHED["llama3_8b"]) and found.rope_scaling is RopeScaling.llama3
     assert read(plain | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0}})
 
 
@@ -95,6 +98,10 @@ REFUSED = {
         "topk_method": "greedy", "scoring_func": "softmax",
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]},
     },
+    "llama3_8b": {
+        "mlp_bias": True, "attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.5,
+    },
+    "qwen3_8b": {"attention_bias": True, "attention_dropout": 0.1},
     "qwen3_30b_a3b": {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
     "mixtral_8x7b": {"sliding_window": 4096, "router_jitter_noise": 0.1, "hidden_act": "relu"},
 }  # fmt: skip
@@ -112,7 +119,8 @@ def test_all_unsupported_values_are_named_at_once(name):
 
 
 YARN = PUBLISHED["deepseek_v3"]["rope_scaling"]
-FAMILIES = ("deepseek_v2", "deepseek_v3/kimi_k2", "qwen3_moe", "mixtral")
+FAMILIES = ("deepseek_v2", "deepseek_v3/kimi_k2", "llama", "qwen3", "qwen3_moe", "mixtral")
+LLAMA3 = PUBLISHED["llama3_8b"]["rope_scaling"]
 ROPES = [
     ({"type": "linear", "factor": 2.0}, 'rope_type="linear"'),
     ({"rope_type": "llama3", "factor": 8.0}, 'rope_type="llama3"'),
@@ -133,6 +141,14 @@ ROPES = [
         *(("deepseek_v3", {"rope_scaling": scaling}, [named]) for scaling, named in ROPES),
         ("mixtral_8x7b", {"rope_scaling": YARN}, ["mscale"]),  # magnitudes of grouped-query attention
         ("mixtral_8x7b", {"num_key_value_heads": 5}, ["num_kv_heads=5"]),
+        (
+            "llama3_8b",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            ["low_freq_factor=null", "high_freq_factor=null", "original_max_position_embeddings is missing"],
+        ),
+        ("qwen3_8b", {"use_sliding_window": True, "sliding_window": 4096}, ["sliding_window=4096"]),
+        ("llama3_8b", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, ["llama3_factor=0.5 must be 1 or greater"]),
+        ("llama3_8b", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, ["must exceed"]),
         (
             "deepseek_v3",
             {"kv_lora_rank": ABSENT, "q_lora_rank": ABSENT, "hidden_size": "7168", "norm_topk_prob": 1},
@@ -183,6 +199,7 @@ def test_a_key_that_is_absent_is_refused_by_name_or_means_what_transformers_take
         ("qwen3_30b_a3b", {"num_dense_layers": 1}, "num_dense_layers"),
         ("qwen3_30b_a3b", {"num_groups": 4, "topk_groups": 2}, "num_groups"),
         ("mixtral_8x7b", {"shared_ffn_size": 64}, "shared_ffn_size"),
+        ("llama3_8b", {"hidden_size": 4100}, "hidden_size"),
     ],
 )
 def test_a_model_that_no_family_can_express_is_refused_by_key(name, change, key):

@@ -10,8 +10,9 @@ from graphmoe.checkpoint.hf import deepseek, grouped_query
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION, WHOLE, Index
 from graphmoe.config.choices import LAYERS
-from graphmoe.config.schema import ConfigError, GroupScore, ModelConfig, RopeScaling
-from graphmoe.plan.attention import keys_of_others
+from graphmoe.config.schema import ConfigError, GroupScore, ModelConfig
+from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others
+from graphmoe.plan.experts import EXPERT_KEYS
 from graphmoe.plan.rules.model import model_problems
 
 
@@ -44,7 +45,12 @@ FAMILIES = (
         "deepseek_v3", "DeepseekV3ForCausalLM", *LATENT, deepseek.read_v3, deepseek.write_v3,
         aliases=("kimi_k2",),
     ),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", *GROUPED, grouped_query.read_qwen3, grouped_query.write_qwen3),
+    Family("llama", "LlamaForCausalLM", *GROUPED, grouped_query.read_llama, grouped_query.write_llama),
+    Family("qwen3", "Qwen3ForCausalLM", *GROUPED, grouped_query.read_qwen3, grouped_query.write_qwen3),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", *GROUPED, grouped_query.read_qwen3_moe,
+        grouped_query.write_qwen3_moe,
+    ),
     Family(
         "mixtral", "MixtralForCausalLM", *GROUPED, grouped_query.read_mixtral, grouped_query.write_mixtral,
         moe="block_sparse_moe", gate_up_down=("w1", "w3", "w2"),
@@ -180,7 +186,7 @@ def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]:
     again, problems = _read(family, raw, config.name)
-    if family.name == "deepseek_v2" and config.hidden_size % config.num_heads:
+    if family.name in ("llama", "deepseek_v2") and config.hidden_size % config.num_heads:
         problems.append(
             f"model.hidden_size={config.hidden_size} is not a multiple of model.num_heads={config.num_heads}"
             ", as transformers requires"
@@ -190,7 +196,9 @@ def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]
 
 def _effective(config: ModelConfig) -> dict[str, Any]:
     keys = dataclasses.asdict(config)
-    dropped = TRAINING_KEYS | keys_of_others(config)
+    dropped = TRAINING_KEYS | keys_of_others(config) | keys_of_other_scalings(config)
+    if config.num_experts == 0:
+        dropped |= {*EXPERT_KEYS}
     if config.softmax_after_topk:
         keys |= {"softmax_after_topk": False, "renormalise": True}
     if config.topk_groups >= config.num_groups:
@@ -200,8 +208,6 @@ def _effective(config: ModelConfig) -> dict[str, Any]:
         per_group = config.top_k // config.topk_groups
         summed = {GroupScore.max: 1, GroupScore.topk_sum: per_group, GroupScore.top2_sum: 2}
         keys["group_score"] = summed[config.group_score]
-    if config.rope_scaling is RopeScaling.none:
-        dropped |= {key for key in keys if key.startswith("yarn_")}
     if config.num_dense_layers == 0:
         dropped.add("dense_ffn_size")
     return {key: value for key, value in keys.items() if key not in dropped}

@@ -1,6 +1,7 @@
 """Validated reading of config.json's keys; conversion of those of the rotary embedding."""
 
 import json
+import math
 from typing import Any
 
 from graphmoe.config.schema import ModelConfig, RopeScaling
@@ -64,12 +65,19 @@ class Keys:
         self.problems.append(f"{there} must be {kind}")
 
 
-# Keys of yarn scaling and their ModelConfig fields
+# Keys of yarn and llama3 scaling and their ModelConfig fields
 _YARN = {
     "factor": "yarn_factor",
     "original_max_position_embeddings": "yarn_original_context",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
+}
+
+_LLAMA3 = {
+    "factor": "llama3_factor",
+    "low_freq_factor": "llama3_low_freq_factor",
+    "high_freq_factor": "llama3_high_freq_factor",
+    "original_max_position_embeddings": "llama3_original_context",
 }
 
 
@@ -89,8 +97,10 @@ def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: 
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling == "yarn":
         fields |= _read_yarn(inner, context, scales_scores)
+    elif scaling == "llama3" and not scales_scores:
+        fields |= _read_llama3(inner)
     elif scaling != "default":
-        inner.refuse("rope_type", scaling, '"default" or "yarn"')
+        inner.refuse("rope_type", scaling, '"default" or "yarn"' + ' or "llama3"' * (not scales_scores))
     keys.problems += [f"rope_scaling.{line}" for line in inner.problems]
     return fields
 
@@ -99,6 +109,9 @@ def write_rope(config: ModelConfig, *, scales_scores: bool) -> dict[str, Any]:
     """Return config.json's keys of the rotary embedding, as in published files."""
     if config.rope_scaling is RopeScaling.none:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
+    if config.rope_scaling is RopeScaling.llama3:
+        kept = {key: getattr(config, field) for key, field in _LLAMA3.items()}
+        return {"rope_theta": config.rope_theta, "rope_scaling": {"rope_type": "llama3", **kept}}
     scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn"}
     scaling |= {key: getattr(config, field) for key, field in _YARN.items()}
     magnitudes = {"mscale": config.yarn_mscale, "mscale_all_dim": config.yarn_mscale_all_dim}
@@ -126,6 +139,15 @@ def _read_yarn(rope: Keys, context: int, scales_scores: bool) -> dict[str, Any]:
         "yarn_beta_fast": rope.float("beta_fast", 32.0),
         "yarn_beta_slow": rope.float("beta_slow", 1.0),
     }
+
+
+def _read_llama3(rope: Keys) -> dict[str, Any]:
+    *factors, context = _LLAMA3.items()  # transformers has no defaults
+    found: dict[str, Any] = {ours: rope.float(theirs, math.nan) for theirs, ours in factors}
+    for theirs, ours in factors:
+        if math.isnan(found[ours]):
+            rope.refuse(theirs, rope.raw.get(theirs), "a number")
+    return {"rope_scaling": RopeScaling.llama3, **found, context[1]: rope.int(context[0])}
 
 
 def _read_magnitudes(rope: Keys, scales_scores: bool) -> tuple[float, float]:

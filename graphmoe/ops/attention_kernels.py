@@ -1,9 +1,8 @@
 """Triton kernels of causal attention in which each query sees an interval of keys that ends at itself.
 
-The first key of query i is the later of ``first_BS[b, i]``, which does not decrease along S, and
-i - window + 1. Blocks outside the intervals are skipped, so the time follows the pairs that are attended.
-Algorithm: FlashAttention-2 (arXiv 2307.08691). Sums are fp32, and no kernel has atomics: results are
-deterministic. Shapes as in ``graphmoe.ops.attention``.
+The first key of query i is the later of ``first_BS[b, i]``, which does not decrease along S, and i - window
++ 1. Blocks outside the intervals are skipped. Algorithm: FlashAttention-2 (arXiv 2307.08691). Sums are fp32
+and results deterministic: no kernel has atomics. Shapes as in ``graphmoe.ops.attention``.
 """
 
 # mypy: allow-untyped-defs
@@ -46,12 +45,10 @@ def backward_tile(bytes_of_row: int) -> Tile:
 def _load(ptr, row, stride, column, num_rows, SIZE: tl.constexpr, TRANSPOSED: tl.constexpr):
     at, inside = row.to(tl.int64) * stride, row < num_rows
     if TRANSPOSED:
-        known = inside[None, :] & (column < SIZE)[:, None]
-        x = tl.load(ptr + at[None, :] + column[:, None], mask=known, other=0.0)
+        at, inside, column = at[None, :], inside[None, :], column[:, None]
     else:
-        known = inside[:, None] & (column < SIZE)[None, :]
-        x = tl.load(ptr + at[:, None] + column[None, :], mask=known, other=0.0)
-    return x
+        at, inside, column = at[:, None], inside[:, None], column[None, :]
+    return tl.load(ptr + at + column, mask=inside & (column < SIZE), other=0.0)
 
 
 @triton.jit
@@ -343,33 +340,36 @@ def forward(
     return out, lse
 
 
+def deltas(d_out: Tensor, out: Tensor) -> Tensor:
+    """Return the sums over V of out * d_out, fp32 [B, H, S]; ``out`` is contiguous."""
+    B, S, H, V = out.shape
+    delta, grid = out.new_empty(B, H, S, dtype=torch.float32), (triton.cdiv(S, 64), H, B)
+    delta_kernel[grid](out, d_out, delta, *_strides(d_out), S, H=H, V=V, VALUE=_power_of_2(V), BM=64)
+    return delta
+
+
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, out: Tensor, lse: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, lse: Tensor, delta: Tensor,
     scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk, dv and, fp32 [B, H, S], the sums over V of out * grad."""
-    B, S, H, _ = q.shape
-    G, V = v.shape[2:]
-    delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(S, 64), H, B)](
-        out, grad, delta, *grad.stride()[:3], S, H=H, V=V, VALUE=_power_of_2(V), BM=64
-    )
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk and dv; ``delta`` by `deltas`."""
+    (B, S, H, _), G = q.shape, k.shape[2]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     # query i sees key j <= i if first[i] <= j: queries before stop[j], as first does not decrease
     stop = None
     if first is not None:
         keys = torch.arange(S, dtype=first.dtype, device=first.device).expand(B, S).contiguous()
         stop = torch.searchsorted(first, keys, right=True, out_int32=True)
-    sizes = (*_strides(q, k, v, grad), S, window or S, scale)
+    sizes = (*_strides(q, k, v, d_out), S, window or S, scale)
     tile = backward_tile(_bytes_of_row(q, v))  # of dq: dk and dv exchange queries and keys
     dq_kernel[(triton.cdiv(S, tile.queries), H, B)](
-        q, k, v, first, grad, lse, delta, dq, *sizes, **_constants(q, v, first, tile)
+        q, k, v, first, d_out, lse, delta, dq, *sizes, **_constants(q, v, first, tile)
     )
     tile = tile._replace(queries=tile.keys, keys=tile.queries)
     dkv_kernel[(triton.cdiv(S, tile.keys), G, B)](
-        q, k, v, first, stop, grad, lse, delta, dk, dv, *sizes, **_constants(q, v, first, tile)
+        q, k, v, first, stop, d_out, lse, delta, dk, dv, *sizes, **_constants(q, v, first, tile)
     )
-    return dq, dk, dv, delta
+    return dq, dk, dv
 
 
 def _bytes_of_row(q: Tensor, v: Tensor) -> int:
@@ -392,8 +392,8 @@ def _constants(q: Tensor, v: Tensor, first: Tensor | None, tile: Tile) -> dict[s
 
 def _parts(size: int) -> tuple[int, int]:
     # two powers of 2, so that heads of 192 need 192 columns of a product and not 256
-    whole = _power_of_2(size)
-    return (whole, 0) if whole == size or whole == 16 else (whole // 2, _power_of_2(size - whole // 2))
+    whole, half = _power_of_2(size), _power_of_2(size) // 2
+    return (whole, 0) if whole in (size, 16) else (half, _power_of_2(size - half))
 
 
 def _power_of_2(size: int) -> int:

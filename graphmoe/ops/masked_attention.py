@@ -48,7 +48,9 @@ def _forward(
         out, lse = attend_to_block(q, k, v, scale, True)
         lse, sink = lse.to(accumulator(q)), sinks.to(accumulator(q))[:, None]
         kept = torch.sigmoid(lse - sink).transpose(1, 2).unsqueeze(-1)
-        return (out * kept).to(q.dtype).contiguous(), torch.logaddexp(lse, sink.expand_as(lse)).contiguous()
+        shifted = q.new_empty(out.shape)
+        torch.mul(out, kept, out=shifted)  # rounds once, without a copy in fp32
+        return shifted, torch.logaddexp(lse, sink.expand_as(lse)).contiguous()
     if has_kernel(q):
         from graphmoe.ops import attention_kernels as kernels
 
@@ -63,17 +65,18 @@ def _backward(
     out: Tensor, lse: Tensor, scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of q, k and v, and of the sinks (empty if there are none)."""
-    if has_kernel(q) and (first is not None or window):
+    d_out, q, k, v = _rows(d_out, q, k, v)
+    gradients_of = _reference_gradients
+    if has_kernel(q):
         from graphmoe.ops import attention_kernels as kernels
 
-        d_out, q, k, v = _rows(d_out, q, k, v)
-        *gradients, delta = kernels.backward(d_out, q, k, v, first, out, lse, scale, window)
+        delta, gradients_of = kernels.deltas(d_out, out), kernels.backward
     else:
         delta = (d_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-        if first is None and not window:
-            gradients = [*gradients_of_block(d_out, q, k, v, out, lse, scale, True)]
-        else:
-            gradients = [*_reference_gradients(d_out, q, k, v, first, lse, delta, scale, window)]
+    if first is None and not window:
+        gradients = gradients_of_block(d_out, q, k, v, out, lse, scale, True)
+    else:
+        gradients = gradients_of(d_out, q, k, v, first, lse, delta, scale, window)
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in gradients)
     if sinks is None:
         return dq, dk, dv, lse.new_empty(0)

@@ -142,7 +142,7 @@ ANSWERS = {
     r"llama4\w*|gpt_?oss|glm\w*|minimax\w*|dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not "
     "there; those that are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Mixtral and Llama 3",
     r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "the dense families are Llama 3, as "
-    "model=llama3_8b, and Qwen3, as model=qwen3_8b",
+    "model=llama3_8b, and Qwen3, as model=qwen3_8b; others are not there",
     r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "
     "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
     r"\w*offload\w*": "nothing is moved to the host's memory; recompute=all, parallel.dp_shard=fsdp2 and a "
@@ -164,7 +164,8 @@ ANSWERS = {
     r"\w*packing": "samples are always packed: documents end to end, cut at data.seq_len; "
     "data.document_mask=true keeps attention within a document",
     "capacity_factor|drop_tokens|token_drop": "no token is dropped; moe.receive_budget bounds memory",
-    "sliding_window|window": "there is no window: attention is causal over the whole sample",
+    "sliding_window|window": "model.window=128 with model.attention=gqa; model.full_every=2 leaves "
+    "every second layer whole",
     "ema": "there is no average of weights over steps",
 }
 """Replies about features that people type as keys or values, by regular expression of the name."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.schema import AttentionBackend, ModelConfig, RopeScaling
+from graphmoe.config.schema import AttentionBackend, AttentionBias, ModelConfig, RopeScaling
 from graphmoe.model.blocks import RMSNorm, column_parallel, cut_along_tp, row_parallel
 from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
@@ -200,7 +200,7 @@ class GroupedQueryAttention(nn.Module):
         if self.sinks_H is not None:
             cut_along_tp(self.sinks_H, tp, dim=0)
         self.biases = nn.ParameterDict()  # by the first letter of the projection
-        for name in config.attention_bias.removeprefix("none"):
+        for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
             linear = self.out_proj if name == "o" else getattr(self, f"{name}_proj")
             self.biases[name] = nn.Parameter(torch.empty(linear.out_features))
             if name != "o":

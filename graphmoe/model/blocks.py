@@ -71,7 +71,7 @@ def document_starts(tokens_BS: Tensor, end_token: int) -> Tensor:
 
 
 def attended_pairs(first_BS: Tensor, window: int = 0) -> Tensor:
-    """Return the number of pairs of a query and a key that it attends to, int64 scalar. No device sync."""
+    """Return the number of unmasked (query, key) pairs, int64 scalar. No device sync."""
     keys_BS = torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device) - first_BS
     return (keys_BS.clamp_max(window) if window else keys_BS).sum()
 

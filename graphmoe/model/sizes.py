@@ -131,7 +131,7 @@ class Owned(NamedTuple):
     elements: int
     """Number of those that are updated by element."""
     matrices: Counter[Matrices]
-    """Number of whole matrices of each shape, on the rank with the largest of them."""
+    """Number of whole matrices of each shape, on the rank that owns most."""
 
 
 def owned_parameters(

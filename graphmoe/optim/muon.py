@@ -1,4 +1,4 @@
-"""Muon as Moonlight has it (arXiv 2502.16982, section 2.2): momentum, then the nearest orthogonal matrix."""
+"""Muon with Moonlight's update scale (arXiv 2502.16982, section 2.2): the nearest orthogonal matrix."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from graphmoe.config.schema import OptimConfig
 from graphmoe.optim.rule import ADAMW, StepScalars, UpdateRule
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-EPS = 1e-7  # a matrix of zeros, such as an expert's without tokens, stays one
+EPS = 1e-7  # keeps a zero gradient zero, such as that of an expert without tokens
 RMS = 0.2  # root mean square of an update, which AdamW's has too: both use one learning rate
 
 

@@ -61,7 +61,7 @@ class UpdateRule:
 
     @property
     def num_moments(self) -> tuple[int, ...]:
-        """Return the moments of an element, and if matrices are updated whole, of their elements."""
+        """Return the number of moments per element: of elementwise parameters, then of matrices."""
         return len(self.moments), *([len(self.matrices.moments)] if self.matrices else [])
 
     @property

@@ -150,7 +150,7 @@ class Optimizer(StepOptimizer):
         return {id(w): main for f, views in mains for w, main in zip(f.weights, views.values(), strict=True)}
 
     def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensors[name] for name in self.names if name in tensors}
+        return {name: tensors[name] for name in self.names}
 
     def _entries(self, kind: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class Optimizer(StepOptimizer):
             for name, (start, own) in family.owned(flat).items():
                 shape, parallel = weights[name].shape, layout_of(weights[name])
                 found[name] = FlatShard(own, start, shape, parallel, self.mesh.layout, self.mesh.rank)
-        return self._by_name(found) if self._alone else found
+        return {name: found[name] for name in self.names if name in found} if self._alone else found
 
     def _collect(self, weight: Tensor) -> None:
         if weight.grad is not None:  # None: its kernel has added it already

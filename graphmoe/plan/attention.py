@@ -8,6 +8,8 @@ from graphmoe.config.choices import look_up
 from graphmoe.config.schema import ModelConfig, RopeScaling
 from graphmoe.plan.layout import divisors
 
+MAX_MASKED_HEAD = 256  # elements of a head in `ops.attention_kernels`
+
 
 class Weight(NamedTuple):
     """Name, input width and output width of an attention projection."""
@@ -107,8 +109,12 @@ def _latent(model: ModelConfig) -> AttentionFacts:
     def problems() -> Iterator[str]:
         if rope % 2:
             yield f"model.qk_rope_head_dim={rope} must be even for the rotary embedding"
-        if model.qk_norm:
-            yield "model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false"
+        default = type(model)()
+        for key in ("qk_norm", "window", "full_every", "attention_sinks", "attention_gate", "attention_bias"):
+            value, usual = getattr(model, key), getattr(default, key)
+            if value != usual and (isinstance(value, str) or value > 0):
+                how = (f"{key}={str(each).lower()}" for each in (value, usual))
+                yield f"model.{next(how)} applies to model.attention=gqa only; use {next(how)}"
 
     return AttentionFacts(
         head,
@@ -143,6 +149,16 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
             yield f"model.head_dim={head} must be even for the rotary embedding"
         if model.full_every and not model.window:
             yield f"model.full_every={model.full_every} has no effect with model.window=0; use full_every=0"
+        elif model.full_every and not 2 <= model.full_every <= model.num_layers:
+            yield (
+                f"model.full_every={model.full_every} must be 0 or 2 to model.num_layers={model.num_layers}; "
+                "with 1 no layer would have the window"
+            )
+        if model.window and head > MAX_MASKED_HEAD:
+            yield (
+                f"model.window={model.window} has kernels for heads up to {MAX_MASKED_HEAD}, and "
+                f"model.head_dim={head}; use window=0, or head_dim={MAX_MASKED_HEAD}"
+            )
 
     return AttentionFacts(
         head,

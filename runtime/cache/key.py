@@ -29,6 +29,7 @@ NOT_COMPILED = ("model.name", "model.peak_lr", "model.init_std", "model.bias_upd
 # not optim.bucket_mb, nor the number of ranks: only the update depends on them
 SINGLE_KEYS = (
     "data.seq_len",
+    "data.document_mask",
     "train.micro_batch_size",
     "moe.experts",
     "moe.force_balance",

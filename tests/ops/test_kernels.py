@@ -22,7 +22,7 @@ TRITON = tuple(map(int, version("triton").split(".")[:2]))
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Shared memory (LDS) that one program may use."""
 SPILLS = {"test_grouped_mlp": 16, "test_masked_attention": 32}
-"""Bytes outside the inner loop, of tiles that fill the registers, and were the fastest."""
+"""Bytes of stack of tiles that fill the registers, and were the fastest."""
 MX = ("sm_100", "gfx950")
 """Targets with products in mxfp8."""
 WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds of 16

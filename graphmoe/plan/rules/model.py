@@ -46,8 +46,8 @@ def model_rules(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.num_experts and model.num_dense_layers != model.num_layers:
         yield (
-            f"model.num_dense_layers={model.num_dense_layers} is not model.num_layers={model.num_layers}, "
-            f"and model.num_experts=0 makes every layer dense; use model.num_dense_layers={model.num_layers}"
+            f"model.num_dense_layers={model.num_dense_layers} must equal model.num_layers with "
+            f"model.num_experts=0, every layer dense; use model.num_dense_layers={model.num_layers}"
         )
     elif model.num_dense_layers > model.num_layers:
         yield (

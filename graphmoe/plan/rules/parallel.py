@@ -180,19 +180,17 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
     if cp < 2 or tp < 1:
         return
     ring = context_method(parallel, model) is ContextMethod.ring
-    if ring and config.data.document_mask:
+    masks = {
+        "data.document_mask=true": config.data.document_mask,
+        f"model.window={model.window}": model.window,
+        "model.attention_sinks=true": model.attention_sinks,
+    }
+    for key in (key for key, given in masks.items() if ring and given):
         heads = math.gcd(*(count for _, count, _ in _heads(model)))
         valid = " or ".join(str(n) for n in divisors(heads) if heads % (n * tp) == 0)
         yield (
-            f"data.document_mask=true cannot run with parallel.cp={cp} by parallel.cp_method=ring, whose "
-            f"kernels mask no documents; use parallel.cp_method=alltoall with parallel.cp={valid or 1}, or "
-            f"data.document_mask=false"
-        )
-    if ring and (model.window or model.attention_sinks):
-        key = f"window={model.window}" if model.window else "attention_sinks=true"
-        yield (
-            f"model.{key} cannot run with parallel.cp={cp} by parallel.cp_method=ring; "
-            f"use parallel.cp_method=alltoall, or parallel.cp=1"
+            f"{key} cannot run with parallel.cp={cp} by parallel.cp_method=ring, whose kernels have no masks "
+            f"or sinks; use parallel.cp_method=alltoall with parallel.cp={valid or 1}"
         )
     parts = cp * math.lcm(2, tp) if ring else cp * tp
     if seq_len % parts:

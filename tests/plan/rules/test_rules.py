@@ -64,6 +64,11 @@ model.attention=gqa model.num_kv_heads=0 | model.num_kv_heads=0 does not divide
 model.attention=gqa model.head_dim=7 | model.head_dim=7 must be even
 model.qk_rope_head_dim=5 | model.qk_rope_head_dim=5 must be even
 model.qk_norm=true | model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false
+model.window=8 | model.window=8 applies to model.attention=gqa only; use window=0
+model.attention_bias=qkv | model.attention_bias=qkv applies to model.attention=gqa only; use
+model.attention=gqa model.full_every=2 | has no effect with model.window=0; use full_every=0
+model.attention=gqa model.window=8 model.full_every=5 | must be 0 or 2 to model.num_layers=4; with 1
+model.attention=gqa model.window=8 model.head_dim=320 | has kernels for heads up to 256, and
 model.rope_scaling=yarn model.yarn_factor=0.5 | model.yarn_factor=0.5 must be 1 or greater
 model.rope_scaling=yarn model.yarn_factor=.nan | model.yarn_factor=nan must be 1 or greater
 model.rope_scaling=yarn model.yarn_beta_fast=0.5 | model.yarn_beta_slow=1.0; swap them
@@ -96,9 +101,11 @@ data.document_mask=true data.source=memmap data.paths=[a]
     | has none without data.tokenizer; set data.tokenizer, whose end token the files have, or use
 data.document_mask=true model.layer=graphmoe.model.layer:MoELayer | does not set documents; use model.layer=
 data.document_length=9 | data.document_length=9 has no effect with data=stdlib; add data=synthetic, or leave
-data.document_mask=true parallel.cp=3 data.seq_len=48 | ring, whose kernels mask no documents; use
+data.document_mask=true parallel.cp=3 data.seq_len=48 | ring, whose kernels have no masks or sinks; use
 data.document_mask=true parallel.cp=2 parallel.tp=2 parallel.cp_method=ring
-    | use parallel.cp_method=alltoall with parallel.cp=1 or 2, or data.document_mask=false
+    | or sinks; use parallel.cp_method=alltoall with parallel.cp=1 or 2
+model.attention=gqa model.num_kv_heads=2 parallel.cp=4 model.window=16 parallel.cp_method=ring
+    | model.window=16 cannot run with parallel.cp=4 by parallel.cp_method=ring
 precision.fp8_products=[expert] | precision.fp8_products=['expert'] has expert; did you mean 'experts'?
 precision.fp8_products=[] | precision.fp8_products=[] is empty; use some of experts, attn
 precision.fp8=rowwise passes.enabled=[] | needs the passes fp8_quantise, fp8_linear, fp8_experts, which

@@ -125,6 +125,9 @@ USUAL_NAMES = {
     **dict.fromkeys(("iterations", "max_steps", "num_steps", "steps"), "train.steps"),
     **dict.fromkeys(("max_tokens", "num_tokens"), "train.tokens"),
     **dict.fromkeys(("seq_length", "sequence_length"), "data.seq_len"),
+    "intermediate_size": "model.dense_ffn_size", "num_hidden_layers": "model.num_layers",
+    "max_position_embeddings": "model.context_length", "num_attention_heads": "model.num_heads",
+    **dict.fromkeys(("qkv_bias", "add_qkv_bias"), "model.attention_bias"),
 }  # fmt: skip
 """Names that other trainers give to keys."""
 _ALL_COUNT = "every token of a document counts in the loss"
@@ -133,6 +136,8 @@ ANSWERS = {
     "checkpoint.init_from=FOLDER",
     r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"there is no training on answers alone: {_ALL_COUNT}; "
     "checkpoint.init_from=FOLDER data=files goes on with weights on your text",
+    r"reset_\w+|eod_mask_loss|doc\w*_mask": "data.document_mask=true keeps attention, positions and losses "
+    "within a document",
     r"\w*masks?|ignore_index": f"there is no mask of answers: {_ALL_COUNT}; data.document_mask=true keeps "
     "attention and losses within a document",
     "dpo|ppo|grpo|rlhf|rewards?|preferences?": "there is no training by rewards or preferences",

@@ -9,7 +9,7 @@ import logging
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,13 @@ def load_weights(
             "use at most data.seq_len=%d, or go on if it is to learn them",
             config.context_length, theirs.context_length, folder, theirs.context_length,
         )  # fmt: skip
-    for line in same_function(config, theirs):
-        log.warning("%s as in %s; the weights are used with this run's value", line, folder)
+    _log_differences(config, theirs, folder)
     return kind_of(folder)
+
+
+def _log_differences(ours: ModelConfig, theirs: ModelConfig, folder: Path) -> None:
+    for line in same_function(ours, theirs):
+        log.warning("%s as in %s; the weights are used with this run's value", line, folder)
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
@@ -151,9 +155,12 @@ def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> N
 
 @contextmanager
 def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
-    """Context that adds the differing model keys to a MismatchError's message."""
+    """Context that adds the differing model keys to a MismatchError's message, or else logs them."""
     try:
         yield
+        with suppress(ConfigError):  # of a damaged file, which a checkpoint does not need
+            if config_file(folder) is not None:
+                _log_differences(ours, run_config(folder, own_model_code(ours)), folder)
     except MismatchError as error:
         if config_file(folder) is None:
             raise

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from graphmoe.config.masking import to_plain
 from graphmoe.plan.forced_loads import load
 from graphmoe.report.questions import NO_TRACE, times
 from graphmoe.report.run_data import read_run
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
+from graphmoe.run.folder import write_config
 from graphmoe.run.metrics_file import read_lines
 from tests.damage import flip_bit
 from tests.runs import (
@@ -22,6 +24,7 @@ from tests.runs import (
     Command,
     assert_same_state,
     command,
+    config,
     final_state,
     metrics,
     numbers,
@@ -199,6 +202,17 @@ def test_resume_from_takes_the_whole_state_of_another_run(tmp_path, model):
     with pytest.raises(ValueError, match=r"train.steps=3, but .* is at step 6 already; use more steps"):
         trainer_in(tmp_path / "third", *resumed, "train.steps=3")
     assert tied == bool(model) != any(name.endswith("loss_head.head.weight") for name in states[0])
+
+
+def test_resume_from_a_run_whose_model_computes_otherwise_is_logged(tmp_path, caplog):
+    six = ("train.steps=6", "checkpoint.interval=3")
+    train_in(tmp_path / "first", *six)
+    write_config(tmp_path / "first", to_plain(config(*six)))
+    trainer_in(tmp_path / "same", *six, f"checkpoint.resume_from={tmp_path}/first")
+    assert not [text for text in caplog.messages if "this run's value" in text]
+    trainer_in(tmp_path / "other", *six, "model.rope_theta=99", f"checkpoint.resume_from={tmp_path}/first")
+    (line,) = [text for text in caplog.messages if "rope_theta" in text]
+    assert line.startswith("model.rope_theta=99.0, not 10000.0 as in") and "this run's value" in line
 
 
 def test_each_step_has_the_load_that_is_forced_also_where_a_run_goes_on(tmp_path):

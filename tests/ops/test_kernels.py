@@ -21,8 +21,9 @@ QUICK = "test_swiglu"
 TRITON = tuple(map(int, version("triton").split(".")[:2]))
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Shared memory (LDS) that one program may use."""
-SPILLS = {"test_grouped_mlp": 16, "test_masked_attention": 32}
-"""Bytes of stack of tiles that fill the registers, and were the fastest."""
+SPILLS = {("test_grouped_mlp", target): 16 for target in ("sm_90", "sm_100")}
+SPILLS |= {("test_masked_attention", "sm_90"): 32, ("test_masked_attention", "sm_100"): 640}
+"""Bytes of stack of tiles that fill the registers and were the fastest; attention's on sm_90, not sm_100."""
 MX = ("sm_100", "gfx950")
 """Targets with products in mxfp8."""
 WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds of 16
@@ -96,7 +97,7 @@ def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_m
     facts = compiled(f"tests.ops.{file}", target)
     errors = {name: fact.error for name, fact in facts.items() if fact.error}
     assert not errors, "\n\n".join(f"{name}: {error}" for name, error in errors.items())
-    spills = SPILLS.get(file, 0) if target.startswith("sm") else 0
+    spills = SPILLS.get((file, target), 0)
     shared = SHARED_BYTES[target]
     wrong = {n: f for n, f in facts.items() if f.atomics or f.spills > spills or f.shared_bytes > shared}
     assert not wrong, f"spills, atomics or more than {shared} bytes of shared memory: {wrong}"

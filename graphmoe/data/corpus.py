@@ -48,6 +48,12 @@ def pack_corpus(
     """
     given = val is not None
     if val is None and config.val_fraction > 0 and config.source != "stdlib":
+        if config.document_mask and config.val_fraction * train.num_documents < 1:
+            log.warning(
+                "data.document_mask=true: validation holds out the end of each of the %d documents, so their "
+                "training parts have no end token and are joined; use data.val_paths, or data.val_fraction=0",
+                train.num_documents,
+            )
         train, val = split_for_validation(train, config.val_fraction)
     counts: dict[str, Any] = {"source": config.source, "seq_len": seq_len}
     made: dict[str, Samples] = {}

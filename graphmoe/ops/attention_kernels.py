@@ -74,6 +74,19 @@ def _key_blocks(first_ptr, top, S, window, HAS_FIRST: tl.constexpr, BM: tl.const
 
 
 @triton.jit
+def _products(
+    x, x_tail, ptr, stride, row, num_rows, E: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    other = _load(ptr, row, stride, tl.arange(0, HEAD), num_rows, E, True)
+    product, other_tail = tl.dot(x, other, input_precision=PRECISION), other
+    if TAIL > 0:
+        other_tail = _load(ptr, row, stride, HEAD + tl.arange(0, TAIL), num_rows, E, True)
+        product = tl.dot(x_tail, other_tail, product, input_precision=PRECISION)
+    return product, other, other_tail
+
+
+@triton.jit
 def _attend(
     total, weight, top, q, q_tail, k_ptr, v_ptr, k_stride, v_stride, query, first, begin, end, S, scale,
     MASK: tl.constexpr, E: tl.constexpr, V: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
@@ -81,11 +94,7 @@ def _attend(
 ):  # fmt: skip
     for start in range(begin, end, BN):
         key = start + tl.arange(0, BN)
-        k = _load(k_ptr, key, k_stride, tl.arange(0, HEAD), S, E, True)
-        logit = tl.dot(q, k, input_precision=PRECISION)
-        if TAIL > 0:
-            k_tail = _load(k_ptr, key, k_stride, HEAD + tl.arange(0, TAIL), S, E, True)
-            logit = tl.dot(q_tail, k_tail, logit, input_precision=PRECISION)
+        logit, _, _ = _products(q, q_tail, k_ptr, k_stride, key, S, E, HEAD, TAIL, PRECISION)
         logit *= scale
         if MASK:
             seen = (key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None])
@@ -179,15 +188,10 @@ def _add_dq(
 ):  # fmt: skip
     for start in range(begin, end, BN):
         key = start + tl.arange(0, BN)
-        k = _load(k_ptr, key, k_stride, tl.arange(0, HEAD), S, E, True)
-        logit = tl.dot(q, k, input_precision=PRECISION)
-        if TAIL > 0:
-            k_tail = _load(k_ptr, key, k_stride, HEAD + tl.arange(0, TAIL), S, E, True)
-            logit = tl.dot(q_tail, k_tail, logit, input_precision=PRECISION)
+        logit, k, k_tail = _products(q, q_tail, k_ptr, k_stride, key, S, E, HEAD, TAIL, PRECISION)
         p = tl.exp2(logit * scale - lse[:, None])
         if MASK:
-            seen = (key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None])
-            p = tl.where(seen, p, 0.0)
+            p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] <= query[:, None]), p, 0.0)
         v = _load(v_ptr, key, v_stride, tl.arange(0, VALUE), S, V, True)
         dp = tl.dot(grad, v, input_precision=PRECISION)
         d_logit = (p * (dp - delta[:, None])).to(k.dtype)
@@ -256,11 +260,7 @@ def _add_dkv(
 ):  # fmt: skip
     for start in range(begin, end, BM):
         query = start + tl.arange(0, BM)
-        q = _load(q_ptr, query, q_stride, tl.arange(0, HEAD), S, E, True)
-        logit = tl.dot(k, q, input_precision=PRECISION)
-        if TAIL > 0:
-            q_tail = _load(q_ptr, query, q_stride, HEAD + tl.arange(0, TAIL), S, E, True)
-            logit = tl.dot(k_tail, q_tail, logit, input_precision=PRECISION)
+        logit, q, q_tail = _products(k, k_tail, q_ptr, q_stride, query, S, E, HEAD, TAIL, PRECISION)
         p = tl.exp2(logit * scale - _log2_weight(lse_ptr, query, S)[None, :])
         if MASK:
             first = _first_keys(first_ptr, query, S, window, HAS_FIRST)

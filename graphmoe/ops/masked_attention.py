@@ -17,22 +17,16 @@ from graphmoe.ops.ring_attention import attend_to_block, gradients_of_block
 
 def attention(
     q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, *, scale: float, backend: AttentionBackend,
-    first_BS: Tensor | None = None, window: int = 0, chunk: int = 0, sinks_H: Tensor | None = None,
+    first_BS: Tensor | None = None, window: int = 0, sinks_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return causal attention [B, S, H, V] in the dtype of the inputs. No device sync.
 
     Query i sees keys max(first_BS[b, i], i - window + 1) to i. ``first_BS``, int32, does not decrease along
     S; a query whose first key is past itself sees none and returns 0. ``window`` counts the query itself; 0:
-    no window. With ``chunk`` a query sees keys of its own chunk, counted from ``first_BS`` (Llama 4); 0: no
-    chunks. ``sinks_H`` is one more logit of each query of a head, whose probability is dropped.
+    no window. ``sinks_H`` is one more logit of each query of a head, whose probability is dropped.
     ``backend`` runs whole sequences without sinks.
     """
-    B, S = q_BSHE.shape[:2]
-    window = window if window < S else 0
-    if 0 < chunk < S:
-        position_S = torch.arange(S, dtype=torch.int32, device=q_BSHE.device)
-        start_BS = torch.zeros_like(position_S).expand(B, S) if first_BS is None else first_BS
-        first_BS = start_BS + (position_S - start_BS) // chunk * chunk
+    window = window if window < q_BSHE.shape[1] else 0
     if first_BS is None and sinks_H is None and not window:
         return causal_attention(q_BSHE, k_BSGE, v_BSGV, scale=scale, backend=backend)
     return _forward(q_BSHE, k_BSGE, v_BSGV, first_BS, sinks_H, scale, window)[0]

@@ -30,14 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    plan: Plan,
-    device: torch.device,
-    mesh: Mesh,
-    dispatcher: Dispatcher | None,
-    *,
-    has_values: bool = True,
-    end_token: int | None = None,
-) -> tuple[Transformer, StepOptimizer]:
+    plan: Plan, device: torch.device, mesh: Mesh, dispatcher: Dispatcher | None, *,
+    has_values: bool = True, end_token: int | None = None,
+) -> tuple[Transformer, StepOptimizer]:  # fmt: skip
     """Build this rank's model with initial weights, and its optimizer. Collective.
 
     Without ``has_values`` weights are uninitialized. ``end_token`` is that of ``data.document_mask``.

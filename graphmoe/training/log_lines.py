@@ -66,9 +66,9 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     steps, there = plan.train.steps, corpus.counts.get("train_tokens")
     tokens = quantity(steps * of_step)
     epochs = f", {steps * of_step / there:.2g} epochs of {quantity(there)}" if there else ""
-    travel = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
-    dispatch = {"dispatcher": travel} if has_experts(model) else {}
-    scope, optim = plan.graph.scope, plan.optim
+    dispatcher = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
+    dispatch = {"dispatcher": dispatcher} if has_experts(model) else {}
+    scope, optim, masked = plan.graph.scope, plan.optim, ", documents masked" * plan.data.document_mask
     warmup = number_of(optim.warmup_steps, "step")
     rising = f"after {warmup} of warm-up" if optim.warmup_steps else "without warm-up"
     chosen = {"auto": ", ".join(plan.run.auto)} if plan.run.auto else {}
@@ -80,7 +80,7 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
         "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
         **dispatch,
         "compile": "; ".join(compiled),
-        "data": f"{plan.data.source}, sequences of {plan.seq_len} tokens",
+        "data": f"{plan.data.source}, sequences of {plan.seq_len} tokens{masked}",
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule} {rising}",
         "run": f"{number_of(steps, 'step')} of {quantity(of_step)} tokens: {tokens} tokens{epochs}",
     }

@@ -241,6 +241,16 @@ def test_a_very_long_text_is_encoded_in_pieces_with_the_same_ids(tokenizer, monk
     assert np.array_equal(encode(tokenizer, [text], 0)[0], whole)
 
 
+@pytest.mark.parametrize("fraction, warns", [(0.01, True), (0.5, False), (0.0, False)])
+def test_a_document_mask_warns_if_validation_takes_the_end_tokens(
+    open_files, tmp_path, caplog, fraction, warns
+):
+    write_jsonl(tmp_path / "a.jsonl", sentences(60, 1))
+    open_files("a.jsonl", val_fraction=fraction, document_mask=True)
+    said = [text for text in caplog.messages if "have no end token and are joined" in text]
+    assert len(said) == warns and all("each of the 60 documents" in text for text in said)
+
+
 def test_paths_of_any_kind_are_mixed_by_weights(open_files, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", sentences(60, 1))
     (tmp_path / "b.txt").write_text("\n".join(sentences(60, 2)), encoding="utf-8")

@@ -186,18 +186,6 @@ def test_whole_sequences_run_the_backend_and_a_window_over_all_keys_is_none(monk
     assert operation(None, 7, AttentionBackend.te)(q, k, v).shape == (1, 8, 2, 16)
 
 
-@pytest.mark.parametrize("lengths", [None, 9])
-def test_chunks_count_from_the_start_of_a_document(lengths):
-    (q, k, v), _ = inputs_of((2, 40, 2, 1, 16, 16), torch.float64, "cpu")
-    first_BS = first_keys(lengths, 2, 40)
-    found = attention(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa, first_BS=first_BS, chunk=7)
-    starts = torch.zeros(2, 40, dtype=torch.int32) if first_BS is None else first_BS
-    of_chunks = torch.tensor([[s + (i - s) // 7 * 7 for i, s in enumerate(row)] for row in starts.tolist()])
-    torch.testing.assert_close(found, written_out(q, k, v, None, of_chunks, 0), rtol=1e-12, atol=1e-14)
-    whole = attention(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa, first_BS=first_BS, chunk=40)
-    assert torch.equal(whole, operation(first_BS, 0)(q, k, v))
-
-
 @pytest.mark.parametrize(
     "window, lengths, sinks", [(0, None, 1.0), (5, None, None), (0, 9, None), (5, 9, 1.0)]
 )

@@ -172,8 +172,8 @@ def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes) -> Iterator[SegmentTime]:
     yield _segment("moe_preprocess", [], kept["moe_preprocess"], (planning, 0.0), speeds)
     arriving = dispatched_bytes(sizes) if sizes.layout.size("ep_etp") > 1 else 0.0
     sums = exchange(sizes, speeds, arriving)
-    travel = exchange(sizes, speeds, dispatched_bytes(sizes, fp8=sizes.fp8_rows))
-    dispatch = _segment("moe_dispatch", [], arriving, (travel, sums), speeds)
+    dispatch_s = exchange(sizes, speeds, dispatched_bytes(sizes, fp8=sizes.fp8_rows))
+    dispatch = _segment("moe_dispatch", [], arriving, (dispatch_s, sums), speeds)
     counts_on_host = sizes.dispatcher == "alltoall"
     yield replace(dispatch, forward=dispatch.forward + counts_on_host * rates.host_us * 1e-6)
     if model.shared_ffn_size:
@@ -190,7 +190,7 @@ def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes) -> Iterator[SegmentTime]:
     again = 0.0 if sizes.keeps_replicas else pulled
     of_experts = _segment("moe_experts", [products], 0, (pulled, again), speeds)
     yield replace(of_experts, weights=of_experts.weights + home)
-    yield _segment("moe_combine", [], arriving + 2 * sizes.state, (sums, travel), speeds)
+    yield _segment("moe_combine", [], arriving + 2 * sizes.state, (sums, dispatch_s), speeds)
 
 
 def _segment(

@@ -14,7 +14,7 @@ from graphmoe.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.attention import MAX_MASKED_HEAD, attention_facts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.rules.model import splits_backward
@@ -90,15 +90,20 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
 
 
 def attention_rules(config: RunConfig) -> Iterator[str]:
-    parallel, kind, axes = config.parallel, config.model.attention, attention_facts(config.model).axes
+    parallel, kind, facts = config.parallel, config.model.attention, attention_facts(config.model)
     for axis, size in {"tp": parallel.tp, "cp": parallel.cp}.items():
-        if size > 1 and axis not in axes:
+        if size > 1 and axis not in facts.axes:
             yield (
                 f"parallel.{axis}={size} splits attention over ranks, but the facts of model.attention="
                 f"{kind} have no {axis} in axes; use parallel.{axis}=1, or model.attention="
                 f"{' or '.join(ATTENTIONS.names)}"
             )
-    if config.data.document_mask and not attention_facts(config.model).documents:
+    if config.data.document_mask and (largest := max(facts.head, facts.value)) > MAX_MASKED_HEAD:
+        yield (
+            f"data.document_mask=true has kernels for heads up to {MAX_MASKED_HEAD}, and those of the model "
+            f"have {largest} elements; use smaller heads, or data.document_mask=false"
+        )
+    if config.data.document_mask and not facts.documents:
         yield (
             f"data.document_mask=true gives attention first_BS, but the facts of model.attention={kind} do "
             f"not set documents; use model.attention={' or '.join(ATTENTIONS.names)}, or "

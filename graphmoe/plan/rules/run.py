@@ -66,6 +66,8 @@ def data_rules(config: RunConfig) -> Iterator[str]:
             f"none without data.{end_key}; set data.{end_key}, {ends[end_key]}, or use "
             f"data.document_mask=false"
         )
+    if data.document_length == 1:
+        yield "data.document_length=1 would leave no label; use 2 or more"
     if data.weights and len(data.weights) != len(data.paths):
         yield f"data.weights={data.weights} must have one weight for each of the {len(data.paths)} data.paths"
     elif not all(0 < weight < math.inf for weight in data.weights):

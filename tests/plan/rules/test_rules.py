@@ -100,6 +100,8 @@ data.document_mask=true data.source=synthetic
 data.document_mask=true data.source=memmap data.paths=[a]
     | has none without data.tokenizer; set data.tokenizer, whose end token the files have, or use
 data.document_mask=true model.layer=graphmoe.model.layer:MoELayer | does not set documents; use model.layer=
+data.source=synthetic data.document_length=1 | data.document_length=1 would leave no label; use 2 or more
+data.document_mask=true model.v_head_dim=264 | has kernels for heads up to 256, and those of the model
 data.document_length=9 | data.document_length=9 has no effect with data=stdlib; add data=synthetic, or leave
 data.document_mask=true parallel.cp=3 data.seq_len=48 | ring, whose kernels have no masks or sinks; use
 data.document_mask=true parallel.cp=2 parallel.tp=2 parallel.cp_method=ring

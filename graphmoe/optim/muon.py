@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import OptimConfig
+from graphmoe.ops.symmetric_mm import symmetric_mm
 from graphmoe.optim.rule import ADAMW, StepScalars, UpdateRule
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
@@ -22,16 +23,16 @@ def orthogonalize(x_NRC: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     is_tall = x_NRC.shape[1] > x_NRC.shape[2]
-    x = x_NRC.mT if is_tall else x_NRC
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x = x / (norm + EPS).to(x.dtype)
+    norm = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = x_NRC / (norm + EPS).to(x_NRC.dtype)
     for _ in range(STEPS):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+        gram = symmetric_mm(x, of_columns=is_tall)
+        polynomial = symmetric_mm(gram, scale=c, add=b, diagonal=a)
+        x = torch.bmm(x, polynomial) if is_tall else torch.bmm(polynomial, x)
+    return x
 
 
-# one node in a compiled update: its products are library calls in any case
+# one node in a compiled update: its products are library calls and a kernel in any case
 _orthogonalize = torch.library.custom_op("graphmoe::orthogonalize", orthogonalize, mutates_args=())
 _orthogonalize.register_fake(orthogonalize)
 

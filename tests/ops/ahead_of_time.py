@@ -171,7 +171,7 @@ def main(module: str) -> None:
         for target in case.get("only", TARGETS):
             assert case["name"] not in facts[target], f"{module}: two cases of one name: {case['name']}"
             facts[target][case["name"]] = _compile_case(case, target)
-    assert all(facts.values()), f"{module} lists no case for a target: {facts}"
+    assert any(facts.values()), f"{module} lists no case"
     print(json.dumps(facts))
 
 

@@ -95,6 +95,8 @@ def test_kernels_pass_in_the_interpreter(file):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_move_wide_rows(file, target):
     facts = compiled(f"tests.ops.{file}", target)
+    if not facts:
+        pytest.skip("a library's kernels run there")
     errors = {name: fact.error for name, fact in facts.items() if fact.error}
     assert not errors, "\n\n".join(f"{name}: {error}" for name, error in errors.items())
     spills = SPILLS.get((file, target), 0)

@@ -46,9 +46,9 @@ COMMANDS = {
 }
 """Commands of one file stand to the right of all rooms."""
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 292, 53_760, 40_680, 20
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 294, 53_905, 40_710, 20
 MAX_OF_ROOMS = {
-    "ops": 9_105, "plan": 6_000, "training": 4_750, "runtime": 8_735, "bench": 2_370, "project": 1_705,
+    "ops": 9_245, "plan": 6_000, "training": 4_750, "runtime": 8_735, "bench": 2_370, "project": 1_705,
     "report trace pipeline_view web_page": 3_520, "checkpoint run": 3_945, "command": 1_610, "data": 2_400,
     "passes": 2_200, "model": 2_200, "config": 1_930, "optim": 1_200,
 }  # fmt: skip

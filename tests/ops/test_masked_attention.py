@@ -153,8 +153,8 @@ def test_queries_without_keys_return_zero_and_have_no_gradient(backend, sinks, s
     out, dq, dk, dv, *_ = results(operation(first_BS.to(device), 0), inputs, grad)
     for x in (out, dq, dk, dv):
         assert not x[:, :7].any() and x.isfinite().all()
-    if sinks is None:
-        assert torch.equal(out[:, 7:], inputs[2][:, 7:])
+    if sinks is None:  # fp32 products on tensor cores drop the last bits
+        torch.testing.assert_close(out[:, 7:], inputs[2][:, 7:], rtol=0 if device == "cpu" else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

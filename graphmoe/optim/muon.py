@@ -21,20 +21,23 @@ def orthogonalize(x_NRC: Tensor) -> Tensor:
 
     Newton-Schulz iteration, batched over N. No device sync.
     """
-    a, b, c = COEFFICIENTS
-    is_tall = x_NRC.shape[1] > x_NRC.shape[2]
     norm = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x = x_NRC / (norm + EPS).to(x_NRC.dtype)
-    for _ in range(STEPS):
-        gram = symmetric_mm(x, of_columns=is_tall)
-        polynomial = symmetric_mm(gram, scale=c, add=b, diagonal=a)
-        x = torch.bmm(x, polynomial) if is_tall else torch.bmm(polynomial, x)
-    return x
+    return _iterate(x_NRC / (norm + EPS).to(x_NRC.dtype))
 
 
 # one node in a compiled update: its products are library calls or kernels in any case
-_orthogonalize = torch.library.custom_op("graphmoe::orthogonalize", orthogonalize, mutates_args=())
-_orthogonalize.register_fake(lambda x_NRC: x_NRC.new_empty(x_NRC.shape))
+@torch.library.custom_op("graphmoe::newton_schulz", mutates_args=())
+def _iterate(x_NRC: Tensor) -> Tensor:
+    a, b, c = COEFFICIENTS
+    is_tall = x_NRC.shape[1] > x_NRC.shape[2]
+    for _ in range(STEPS):
+        gram = symmetric_mm(x_NRC, of_columns=is_tall)
+        polynomial = symmetric_mm(gram, scale=c, add=b, diagonal=a)
+        x_NRC = torch.bmm(x_NRC, polynomial) if is_tall else torch.bmm(polynomial, x_NRC)
+    return x_NRC
+
+
+_iterate.register_fake(lambda x_NRC: x_NRC.new_empty(x_NRC.shape))
 
 
 def orthogonalize_flops(rows: int, columns: int) -> int:
@@ -53,7 +56,7 @@ def _update(
     m = kept * momentum + g
     nesterov = g + kept * m
     # on a CPU bf16 products are slower than those in fp32
-    own = _orthogonalize(nesterov if g.device.type == "cpu" else nesterov.bfloat16()).float()
+    own = orthogonalize(nesterov if g.device.type == "cpu" else nesterov.bfloat16()).float()
     return decayed - scalars.lr * RMS * math.sqrt(max(g.shape[1:])) * own, m
 
 

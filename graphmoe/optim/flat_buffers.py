@@ -23,7 +23,7 @@ from graphmoe.plan.buckets import Bucket, BufferLayout, Matrices, matrices_of
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.ranks import Mesh
 
-BATCH_ELEMENTS = 2**27  # most elements of a batch of matrices, which bounds the memory of an update
+BATCH_ELEMENTS = 2**26  # most elements of a batch of matrices, which bounds the memory of an update
 
 
 class Region(NamedTuple):

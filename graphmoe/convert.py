@@ -146,8 +146,9 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     target = target_of(args, kind)
     import torch  # after the checks, whose errors need not wait for it
 
-    from graphmoe.checkpoint.hf.families import pieces, to_hf_config
+    from graphmoe.checkpoint.hf.families import to_hf_config
     from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
+    from graphmoe.checkpoint.hf.pieces import pieces
     from graphmoe.checkpoint.hf.tensor_files import in_fp8
     from graphmoe.run.weights import option_name, own_pieces, train_command, write_weights
 

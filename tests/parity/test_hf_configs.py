@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from graphmoe.checkpoint.hf.families import same_function, to_hf_config, to_model_config
+from graphmoe.checkpoint.hf.differences import same_function
+from graphmoe.checkpoint.hf.families import to_hf_config, to_model_config
 from graphmoe.config.schema import AuxLoss, ConfigError, GroupScore, RopeScaling
 from graphmoe.ops import router
 from graphmoe.pipeline_view.plans import load_preset

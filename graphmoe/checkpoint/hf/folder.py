@@ -14,7 +14,9 @@ from torch import Tensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import shortened
-from graphmoe.checkpoint.hf.families import FUSED, Family, Piece, pieces, to_model_config
+from graphmoe.checkpoint.hf.families import to_model_config
+from graphmoe.checkpoint.hf.family import Family
+from graphmoe.checkpoint.hf.pieces import FUSED, Piece, pieces
 from graphmoe.checkpoint.hf.tensor_files import (
     DTYPES,
     FP8,

@@ -88,8 +88,8 @@ class BoundedPath(nn.Module):
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        weights = self.experts.w_gate_up, self.experts.w_down
-        routed_TD, received_load = _Path.apply(self.dispatcher, work, *weights, *tensors)
+        weights = [*self.experts.parameters()]
+        routed_TD, received_load = _Path.apply(self.dispatcher, work, len(weights), *weights, *tensors)
         return routed_TD, received_load
 
 
@@ -113,7 +113,7 @@ class _Steps:
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
         # recomputed: the path saves only its inputs
-        found = self._gradients((self._experts.w_gate_up, self._experts.w_down), dy_CD, *chunk)
+        found = self._gradients([*self._experts.parameters()], dy_CD, *chunk)
         for total, gradient in zip(into, found, strict=True):
             total.add_(gradient)
 
@@ -160,15 +160,11 @@ class _Path(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        dispatcher: Dispatcher,
-        work: _Steps | _Fused,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        *tensors: Tensor,
+        ctx: Any, dispatcher: Dispatcher, work: _Steps | _Fused, num_weights: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        weights, tensors = tensors[:num_weights], tensors[num_weights:]
         h_TD, weight_TK, expert_TK, *plan = tensors
-        ctx.dispatcher, ctx.work, ctx.shapes = dispatcher, work, (w_gate_up.shape, w_down.shape)
+        ctx.dispatcher, ctx.work, ctx.shapes = dispatcher, work, [weight.shape for weight in weights]
         ctx.save_for_backward(*tensors)
         h_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
         routed_ND = torch.empty_like(h_ND)
@@ -194,7 +190,7 @@ class _Path(torch.autograd.Function):
             dh_ND[rows], dweight_NK[rows] = work.backward(dy_ND[rows], *chunk)
         dh_TD = dispatcher.combine(dh_ND, *plan, *handle)
         dweight_TK = dispatcher.combine(dweight_NK, *plan, *handle)
-        return None, None, *dweights, dh_TD, dweight_TK, *[None] * (1 + len(plan))
+        return None, None, None, *dweights, dh_TD, dweight_TK, *[None] * (1 + len(plan))
 
 
 def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,7 +208,7 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
         ctx.work.weight_gradients(into, dy_ND[rows], *(x[rows] for x in received[:2]), numbers)
     if totals:
         report_added(totals)
-        return None, None
+        return (None,) * len(into)
     return tuple(gradient.to(dy_ND.dtype) for gradient in into)
 
 

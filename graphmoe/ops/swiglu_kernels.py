@@ -100,8 +100,9 @@ def clamped(gate, up, LIMIT: tl.constexpr):
 def gradients(da, gate, up, factor, sigmoid, silu, LIMIT: tl.constexpr):
     """Return the gradients of gate and up; ``factor`` and ``silu`` follow `clamped`, gate and up do not."""
     if LIMIT > 0:
-        dgate = da * factor * (sigmoid + STEEP * silu * (1 - sigmoid))
-        return tl.where(gate > LIMIT, 0.0, dgate), tl.where(tl.abs(up) > LIMIT, 0.0, da * silu)
+        dup = tl.where(tl.abs(up) > LIMIT, 0.0, da) * silu
+        dgate = tl.where(gate > LIMIT, 0.0, da) * factor
+        return dgate * (sigmoid + STEEP * silu * (1 - sigmoid)), dup
     else:
         return da * factor * (sigmoid + silu * (1 - sigmoid)), da * silu
 

@@ -132,15 +132,28 @@ class _Fused:
         return y_CD
 
     def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
-        _, dh_CD, dweight_CK, _, _ = self._backward(dy_CD, *chunk)
+        (_, *plan), dh_CD, dweight_CK, _, _ = self._backward(dy_CD, *chunk)
+        if self._experts.b_down is not None:
+            dweight_CK = dweight_CK + self._of_down_bias(dy_CD, chunk[1], *plan)[0]
         return dh_CD, dweight_CK
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
         plan, _, _, dh_RH, a_RF = self._backward(dy_CD, *chunk)
         if len(dh_RH):
             torch.ops.graphmoe.grouped_mlp_wgrad_into(
-                dy_CD, chunk[0], dh_RH, a_RF, *plan, *into, self._backend, True
+                dy_CD, chunk[0], dh_RH, a_RF, *plan, *into[:2], self._backend, True
             )
+        if of_biases := into[2:]:
+            of_biases[0].add_(torch.ops.graphmoe.expert_sums(dh_RH, plan[2]))
+            of_biases[1].add_(self._of_down_bias(dy_CD, chunk[1], *plan[1:])[1])
+
+    def _of_down_bias(self, dy_CD: Tensor, weight_CK: Tensor, *plan: Tensor) -> tuple[Tensor, ...]:
+        of_experts = self._experts.b_down
+        assert of_experts is not None
+        with torch.enable_grad():
+            weight_CK = weight_CK.detach().requires_grad_()
+            bias_CD = self._experts.down_bias(weight_CK, *plan)
+        return torch.autograd.grad(bias_CD, (weight_CK, of_experts), dy_CD)
 
     def _backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Any, ...]:
         h_CD, weight_CK, number_CK = chunk
@@ -150,9 +163,9 @@ class _Fused:
         if len(slot_R) == 0:  # vendor kernels may refuse empty inputs
             nothing = h_CD.new_empty(0, weights[0].shape[1]), h_CD.new_empty(0, weights[1].shape[2])
             return plan, torch.zeros_like(h_CD), torch.zeros_like(weight_CK), *nothing
-        ops = torch.ops.graphmoe
+        ops, more = torch.ops.graphmoe, self._experts.of_gate_up
         h_RH = ops.grouped_mlp_hidden(h_CD, weights[0], *plan, self._backend)
-        return plan, *ops.grouped_mlp_dgrad(dy_CD, h_RH, *weights, weight_CK, *plan, self._backend)
+        return plan, *ops.grouped_mlp_dgrad(dy_CD, h_RH, *weights, weight_CK, *plan, self._backend, **more)
 
 
 class _Path(torch.autograd.Function):
@@ -245,7 +258,7 @@ def _by_expert(number_NK: Tensor, num_experts: int, dispatcher: Dispatcher) -> I
 def _groups(counts: Sequence[int], room: Load) -> Iterator[tuple[int, int]]:
     first, slots = 0, 0
     for expert, count in enumerate(counts):
-        if expert > first and slots + count > room.slots:
+        if slots and slots + count > room.slots:
             yield first, expert
             first, slots = expert, 0
         slots += count

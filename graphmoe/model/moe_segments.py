@@ -5,6 +5,7 @@ order; *slot*: token * K + k), F expert width, N received tokens, L local expert
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -255,9 +256,11 @@ class Experts(nn.Module):
         if len(slot_R) == 0:
             return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs
         arguments = (h_ND, self.w_gate_up, self.w_down, weight_NK, slot_R, row_NK, ends_L)
-        if totals:
-            return grouped_mlp_into(totals, backend, *arguments)
-        return torch.ops.graphmoe.grouped_mlp(*arguments, backend)[0]
+        if totals:  # of weights, then biases, whose gradients autograd adds
+            y_ND = grouped_mlp_into(totals[:2], backend, *arguments, **self.of_gate_up)
+        else:
+            y_ND = torch.ops.graphmoe.grouped_mlp(*arguments, backend, **self.of_gate_up)[0]
+        return self._plus_bias(y_ND, weight_NK, row_NK, ends_L)
 
     def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return end rows [L], each slot's row [N, K] (-1: not local), each row's slot [R]."""
@@ -273,6 +276,11 @@ class Experts(nn.Module):
                 return torch.ops.graphmoe.swiglu(h_RH, weight_R1, ends_L, self.b_gate_up, self.limit)
             return (F.silu(gate_RF) * up_RF * weight_R1).to(gate_RF.dtype)
 
+    @property
+    def of_gate_up(self) -> dict[str, Any]:
+        """Arguments of ``graphmoe::grouped_mlp`` for other activations than SwiGLU."""
+        return {"b_gate_up": self.b_gate_up, "limit": self.limit}
+
     def _plus_bias(self, y_ND: Tensor, weight_NK: Tensor, row_NK: Tensor, ends_L: Tensor) -> Tensor:
         return y_ND if self.b_down is None else y_ND + self.down_bias(weight_NK, row_NK, ends_L)
 
@@ -282,12 +290,11 @@ class Experts(nn.Module):
         Rows -1 count nothing: their weights, and gradients of tokens that have no other, may be NaN.
         """
         assert self.b_down is not None
-        is_here_NK, num_experts = row_NK >= 0, len(self.b_down)
-        # other slots get a column of their own, which is dropped
-        expert_NK = torch.searchsorted(ends_L, row_NK, right=True).masked_fill(~is_here_NK, num_experts)
-        weight_NL = weight_NK.new_zeros(len(weight_NK), num_experts + 1).scatter(1, expert_NK, weight_NK)
-        bias_ND = weight_NL[:, :-1].to(self.b_down.dtype) @ self.b_down
-        return bias_ND.masked_fill(~is_here_NK.any(dim=1, keepdim=True), 0)
+        row_NK1, starts_L = row_NK.unsqueeze(2), F.pad(ends_L[:-1], (1, 0))
+        is_of_NKL = (row_NK1 >= starts_L) & (row_NK1 < ends_L)
+        weight_NL = torch.where(is_of_NKL, weight_NK.unsqueeze(2), 0.0).sum(dim=1)
+        bias_ND = weight_NL.to(self.b_down.dtype) @ self.b_down
+        return bias_ND.masked_fill((row_NK < 0).all(dim=1, keepdim=True), 0.0)
 
 
 class SwiGLU(nn.Module):

@@ -12,6 +12,7 @@ from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.hf import mxfp4
 from graphmoe.config.schema import ConfigError
+from graphmoe.convert import ConvertArgs, Quantise, convert
 from graphmoe.model.build import build_model
 from graphmoe.model.moe_segments import Experts
 from graphmoe.plan.layout import Layout
@@ -125,6 +126,17 @@ def test_missing_or_wrong_scales_are_named(folders):
     assert said.startswith(f"{key} in ") and "a scale is 255, which is no number" in said
     said = damaged(packed, lambda tensors: tensors.pop(f"{key}_scales"))
     assert f"missing: {key} [6, 32, 64]" in said and f"extra: {key}_blocks [6, 64, 1, 16]" in said
+
+
+def test_convert_dequantizes_and_writes_no_other_form(folders, tmp_path):
+    packed, plain = folders
+    ours, again = tmp_path / "ours", tmp_path / "again"
+    found = convert(ConvertArgs(packed, ours))
+    assert (found["family"], found["dtypes"]) == (None, ["bfloat16"])
+    with pytest.raises(ConfigError, match="is not a form of gpt_oss folders; use quantise=none"):
+        convert(ConvertArgs(ours, again, quantise=Quantise.fp8_block))
+    assert convert(ConvertArgs(ours, again))["family"] == "gpt_oss"
+    assert_same_bits(tensors_in(again), tensors_in(plain))
 
 
 def test_other_quantizations_of_the_family_are_refused(folders):

@@ -77,7 +77,7 @@ model.softmax_after_topk=true model.score_function=sigmoid | needs model.score_f
 model.softmax_after_topk=true model.renormalise=true | has no effect with
 model.expert_bias=true parallel.etp=2 | model.expert_bias=true would add its bias 2 times; use parallel.etp=1
 REPLICAS model.expert_bias=true | adds biases, which are not replicated; use moe.balance=none
-model.expert_bias=true moe.experts=te | moe.experts=te computes SwiGLU without biases or clamps, not model.expert
+model.expert_bias=true moe.experts=te | moe.experts=te computes SwiGLU without biases or clamps, not model.exp
 model.swiglu_limit=7 moe.experts=turbo | not model.swiglu_limit=7.0; use moe.experts=auto, triton or torch
 FP8=rowwise model.swiglu_limit=7 | not model.swiglu_limit=7.0; use precision.fp8_products without experts
 model.num_groups=3 | does not divide model.num_experts=8; use one of [1, 2, 4, 8]

@@ -73,7 +73,7 @@ def hidden_only(graph: fx.Graph) -> None:
             continue
         given, in_fp8 = operands(call), is_op(call, ops.fp8_mlp_forward)
         target = ops.fp8_mlp_hidden.default if in_fp8 else ops.grouped_mlp_hidden.default
-        read = (*given[:4], *given[7:12], *given[14:]) if in_fp8 else (*given[:2], *given[4:10])
+        read = (*given[:4], *given[7:12], *given[14:15]) if in_fp8 else (*given[:2], *given[4:10])
         hidden = put(call, target, *read)
         hidden.meta = {**call.meta, **hidden.meta}
         for piece in [piece for piece in call.users if piece.args[1]]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphmoe.ops import accumulator, has_kernel, register_gradient
+from graphmoe.ops.fp8_blocks.reference import is_mx, values
 
 STEEPNESS = 1.702  # of the sigmoid of a clamped SwiGLU, as in gpt-oss
 
@@ -47,12 +48,17 @@ def _gradients(
 
 
 @torch.library.custom_op("graphmoe::expert_sums", mutates_args=())
-def _sums(x_RC: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the sum of x over each expert's rows [E, C] in fp32 (fp64 for fp64), added in one order."""
-    if has_kernel(x_RC):
+def _sums(x_RC: Tensor, ends_E: Tensor, scale_RB: Tensor | None = None) -> Tensor:
+    """Return the sum of x over each expert's rows [E, C] in fp32 (fp64 for fp64), added in one order.
+
+    ``scale_RB``: scales of quantized x, fp32 or e8m0, each of C / B columns.
+    """
+    if has_kernel(x_RC) or x_RC.is_cuda and scale_RB is not None:
         from graphmoe.ops import swiglu_kernels
 
-        return swiglu_kernels.expert_sums(x_RC, ends_E)
+        return swiglu_kernels.expert_sums(x_RC, ends_E, scale_RB)
+    if scale_RB is not None:
+        x_RC = values(x_RC, scale_RB) if is_mx(scale_RB) else x_RC.float() * scale_RB
     offsets = F.pad(ends_E.long(), (1, 0))
     return torch.segment_reduce(x_RC.to(accumulator(x_RC)), "sum", offsets=offsets, unsafe=True)
 
@@ -103,7 +109,11 @@ def _factors(h_RH: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _forward.register_fake(lambda h_RH, *_: h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // 2))
-_sums.register_fake(lambda x_RC, ends_E: x_RC.new_empty(len(ends_E), x_RC.shape[1], dtype=accumulator(x_RC)))
+_sums.register_fake(
+    lambda x_RC, ends_E, scale_RB=None: x_RC.new_empty(
+        len(ends_E), x_RC.shape[1], dtype=accumulator(x_RC) if scale_RB is None else torch.float32
+    )
+)
 
 
 @_gradients.register_fake

@@ -9,12 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.ops import num_warps, tile
-from graphmoe.ops.swiglu import STEEPNESS
+from graphmoe.ops.grouped_mlp.rows_kernel import add_bias, clamped, experts_of, gradients
 
 THREADS, TILE, WIDTH = 256, 2048, 512  # 512 columns leave few lanes idle at any width
 MAX_ROWS = 64
-SUM_ROWS, SUM_COLUMNS = 64, 64  # of a step of `expert_sums`
-STEEP = tl.constexpr(STEEPNESS)
+SUM_ROWS, SUM_COLUMNS = 128, 64  # of a step of `expert_sums`
 
 
 def forward(
@@ -57,13 +56,15 @@ def backward(
     return dh_RH, dweight_R
 
 
-def expert_sums(x_RC: Tensor, ends_E: Tensor) -> Tensor:
+def expert_sums(x_RC: Tensor, ends_E: Tensor, scale: Tensor | None = None) -> Tensor:
     E, C = len(ends_E), x_RC.shape[1]
     sums_EC = torch.empty(E, C, dtype=torch.float32, device=x_RC.device)
     if sums_EC.numel():
         _sums_kernel[(triton.cdiv(C, SUM_COLUMNS), E)](
-            x_RC.contiguous(), ends_E, sums_EC, C,
-            ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=num_warps(128),
+            x_RC.contiguous(), _contiguous(scale), ends_E, sums_EC, C,
+            BLOCKS=1 if scale is None else scale.shape[1],
+            MX=scale is not None and scale.dtype == torch.uint8,
+            ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=num_warps(THREADS),
         )  # fmt: skip
     return sums_EC
 
@@ -75,36 +76,6 @@ def block_of_ends(ends_E: Tensor, bias_EH: Tensor | None) -> int:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-@triton.jit
-def experts_of(row, is_row, ends_ptr, experts, BLOCK_E: tl.constexpr):
-    """Return the expert of each row, 0 for dead ones: the number of experts that end at or before it."""
-    known = tl.arange(0, BLOCK_E)
-    ends = tl.load(ends_ptr + known, known < experts, other=2**31 - 1)
-    return tl.where(is_row, tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1), 0)
-
-
-@triton.jit
-def clamped(gate, up, LIMIT: tl.constexpr):
-    """Return gate and up as they are multiplied, and the argument of the sigmoid; NaN stays."""
-    if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1
-        return gate, up, gate * STEEP
-    else:
-        return gate, up, gate
-
-
-@triton.jit
-def gradients(da, gate, up, factor, sigmoid, silu, LIMIT: tl.constexpr):
-    """Return the gradients of gate and up; ``factor`` and ``silu`` follow `clamped`, gate and up do not."""
-    if LIMIT > 0:
-        dup = tl.where(tl.abs(up) > LIMIT, 0.0, da) * silu
-        dgate = tl.where(gate > LIMIT, 0.0, da) * factor
-        return dgate * (sigmoid + STEEP * silu * (1 - sigmoid)), dup
-    else:
-        return da * factor * (sigmoid + silu * (1 - sigmoid)), da * silu
 
 
 @triton.jit
@@ -122,10 +93,8 @@ def _forward_kernel(
         at = h_RH + row.to(tl.int64)[:, None] * (2 * width) + column
         gate = tl.load(at, inside, other=0.0).to(tl.float32)
         up = tl.load(at + width, inside, other=0.0).to(tl.float32)
-        if bias_EH is not None:
-            bias_at = experts_of(row, row < live, ends_E, experts, BLOCK_E)[:, None] * (2 * width) + column
-            gate += tl.load(bias_EH + bias_at, inside, other=0.0).to(tl.float32)
-            up += tl.load(bias_EH + bias_at + width, inside, other=0.0).to(tl.float32)
+        expert = experts_of(row, row < live, ends_E, experts, BLOCK_E)[:, None]
+        gate, up = add_bias(gate, up, bias_EH, expert, column, inside, width)
         gate, up, steep = clamped(gate, up, LIMIT)
         a = gate * tl.sigmoid(steep) * up
         if weight_R is not None:
@@ -147,8 +116,7 @@ def _backward_kernel(
         narrow_at, wide_at = row.to(tl.int64)[:, None] * width, row.to(tl.int64)[:, None] * (2 * width)
         if weight_R is not None:
             weight = tl.load(weight_R + row, is_row, other=0.0).to(tl.float32)[:, None]
-        if bias_EH is not None:
-            bias_at = experts_of(row, is_row, ends_E, experts, BLOCK_E)[:, None] * (2 * width)
+        expert = experts_of(row, is_row, ends_E, experts, BLOCK_E)[:, None]
         dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, width, COLUMNS):
             column = (start + tl.arange(0, COLUMNS))[None, :]
@@ -156,9 +124,7 @@ def _backward_kernel(
             da = tl.load(da_RF + narrow_at + column, inside, other=0.0).to(tl.float32)
             gate = tl.load(h_RH + wide_at + column, inside, other=0.0).to(tl.float32)
             up = tl.load(h_RH + wide_at + width + column, inside, other=0.0).to(tl.float32)
-            if bias_EH is not None:
-                gate += tl.load(bias_EH + (bias_at + column), inside, other=0.0).to(tl.float32)
-                up += tl.load(bias_EH + (bias_at + column + width), inside, other=0.0).to(tl.float32)
+            gate, up = add_bias(gate, up, bias_EH, expert, column, inside, width)
             near, factor, steep = clamped(gate, up, LIMIT)
             sigmoid = tl.sigmoid(steep)
             silu = near * sigmoid
@@ -174,7 +140,10 @@ def _backward_kernel(
 
 
 @triton.jit
-def _sums_kernel(x_RC, ends_E, sums_EC, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sums_kernel(
+    x_RC, scale_RB, ends_E, sums_EC, columns,
+    BLOCKS: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     # one program owns columns of an expert, so each sum has one order
     expert = tl.program_id(1)
     start, end = tl.load(ends_E + expert - 1, expert > 0, other=0), tl.load(ends_E + expert)
@@ -184,5 +153,13 @@ def _sums_kernel(x_RC, ends_E, sums_EC, columns, ROWS: tl.constexpr, COLUMNS: tl
         row = first + tl.arange(0, ROWS)
         inside = (row < end)[:, None] & (column < columns)[None, :]
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
-        total += tl.load(x_RC + at, inside, other=0.0).to(tl.float32)
+        x = tl.load(x_RC + at, inside, other=0.0).to(tl.float32)
+        if scale_RB is not None:
+            block = column // (columns // BLOCKS)
+            scale = tl.load(scale_RB + row.to(tl.int64)[:, None] * BLOCKS + block[None, :], inside, other=0)
+            if MX:
+                scale = scale.to(tl.int32)
+                scale = tl.where(scale > 0, scale << 23, 1 << 22).to(tl.float32, bitcast=True)
+            x *= scale
+        total += x
     tl.store(sums_EC + expert * columns + column, tl.sum(total, 0), column < columns)

@@ -74,8 +74,8 @@ def _forward(
     ``more_gate_up`` [S, 2F, D], ``more_down`` [S, D, F].
     """
     assert b_gate_up is None or expert_RS is None, "biases of replicas are not fetched"
-    more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
-    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, b_gate_up, limit, *more)
+    up, down = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down)) or (None, None)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, up, down, b_gate_up, limit)
     return _kernels(backend, "forward", x_TD).forward(x_TD, experts)
 
 
@@ -89,8 +89,8 @@ def _dgrad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx_TD, dweight_TK, and for wgrad dh_RH and a_RF, the activation times its routing weight."""
     assert b_gate_up is None or expert_RS is None, "biases of replicas are not fetched"
-    more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
-    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, b_gate_up, limit, *more)
+    up, down = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down)) or (None, None)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, up, down, b_gate_up, limit)
     return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, experts)
 
 

@@ -42,10 +42,10 @@ class Experts(NamedTuple):
     slot_R: Tensor
     row_TK: Tensor
     ends_E: Tensor
-    b_gate_up: Tensor | None = None  # [E, H], added to h
-    limit: float = 0.0  # of the activation, as in `ops.swiglu`
     more_gate_up: Tensor | None = None  # weights of replicas of other ranks' experts, whose rows follow
     more_down: Tensor | None = None
+    b_gate_up: Tensor | None = None  # [E, H], added to h
+    limit: float = 0.0  # of the activation, as in `ops.swiglu`
 
     @property
     def plan(self) -> Plan:

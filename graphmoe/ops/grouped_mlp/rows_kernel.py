@@ -13,7 +13,7 @@ host only knows an upper bound of their number.
 import triton
 import triton.language as tl
 
-from graphmoe.ops.swiglu_kernels import clamped, gradients
+STEEPNESS = tl.constexpr(1.702)  # of `ops.swiglu`
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -248,6 +248,45 @@ def sigmoid_of(x):
 
 
 @triton.jit
+def experts_of(row, is_row, ends_ptr, experts, BLOCK_E: tl.constexpr):
+    """Return the expert of each row, 0 for dead ones: the number of experts that end at or before it."""
+    known = tl.arange(0, BLOCK_E)
+    ends = tl.load(ends_ptr + known, known < experts, other=2**31 - 1)
+    return tl.where(is_row, tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def add_bias(gate, up, bias_ptr, expert, column, inside, N):
+    """Add the bias [E, 2N] of each row's expert, if there is one."""
+    if bias_ptr is not None:
+        at = expert * (2 * N) + column
+        gate += tl.load(bias_ptr + at, inside, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + (at + N), inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def clamped(gate, up, LIMIT: tl.constexpr):
+    """Return gate and up as they are multiplied, and the argument of the sigmoid; NaN stays."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1
+        return gate, up, gate * STEEPNESS
+    else:
+        return gate, up, gate
+
+
+@triton.jit
+def gradients(da, gate, up, factor, sigmoid, silu, LIMIT: tl.constexpr):
+    """Return the gradients of gate and up; ``factor`` and ``silu`` follow `clamped`, gate and up do not."""
+    if LIMIT > 0:
+        dgate = tl.where(gate > LIMIT, 0.0, da) * factor * (sigmoid + STEEPNESS * silu * (1 - sigmoid))
+        return dgate, tl.where(tl.abs(up) > LIMIT, 0.0, da) * silu
+    else:
+        return da * factor * (sigmoid + silu * (1 - sigmoid)), da * silu
+
+
+@triton.jit
 def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr):
     gate, up = halves(product, M, 2 * COLUMNS)
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
@@ -260,15 +299,6 @@ def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr,
 
 
 @triton.jit
-def add_bias(gate, up, bias_ptr, expert, columns, mask, M: tl.constexpr, N: tl.constexpr):
-    if bias_ptr is not None:
-        at = bias_ptr + (expert * (2 * N) + columns[None, :] + tl.zeros((M, 1), tl.int32))
-        gate += tl.load(at, mask, other=0.0).to(tl.float32)
-        up += tl.load(at + N, mask, other=0.0).to(tl.float32)
-    return gate, up
-
-
-@triton.jit
 def swiglu(
     product, live, column, weight, h_ptr, a_ptr, bias_ptr, expert,
     N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
@@ -277,7 +307,8 @@ def swiglu(
     gate, up = store_halves(product, live, column, h_ptr, N, M, COLUMNS)
     columns = column + tl.arange(0, COLUMNS)
     mask = live[:, None] & (columns < N)[None, :]
-    gate, up = add_bias(gate.to(tl.float32), up.to(tl.float32), bias_ptr, expert, columns, mask, M, N)
+    of_tile = columns[None, :] + tl.zeros((M, 1), tl.int32)  # broadcast later it would need more registers
+    gate, up = add_bias(gate.to(tl.float32), up.to(tl.float32), bias_ptr, expert, of_tile, mask, N)
     gate, up, steep = clamped(gate, up, LIMIT)
     a = gate * sigmoid_of(steep) * up * weight[:, None]
     a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
@@ -314,7 +345,8 @@ def swiglu_grad(
         mask = live[:, None] & (columns < N)[None, :]
         da_part = parts[part]
         gate, up = loaded[2 * part].to(tl.float32), loaded[2 * part + 1].to(tl.float32)
-        gate, up = add_bias(gate, up, bias_ptr, expert, columns, mask, M, N)
+        of_tile = columns[None, :] + tl.zeros((M, 1), tl.int32)
+        gate, up = add_bias(gate, up, bias_ptr, expert, of_tile, mask, N)
         near, factor, steep = clamped(gate, up, LIMIT)
         sigmoid = sigmoid_of(steep)
         silu = near * sigmoid

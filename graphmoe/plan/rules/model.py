@@ -168,11 +168,6 @@ def _expert_option_rules(config: RunConfig) -> Iterator[str]:
             f"moe.experts={moe.experts} computes SwiGLU without biases or clamps, not {given[0]}; use "
             f"moe.experts=auto, triton or torch"
         )
-    if experts_of(config).experts_in_fp8:
-        yield (
-            f"precision.fp8={config.precision.fp8.value} computes experts without biases or clamps, not "
-            f"{given[0]}; use precision.fp8_products without experts"
-        )
 
 
 def load_rules(config: RunConfig) -> Iterator[str]:

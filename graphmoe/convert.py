@@ -146,8 +146,9 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     target = target_of(args, kind)
     import torch  # after the checks, whose errors need not wait for it
 
-    from graphmoe.checkpoint.hf.families import pieces, to_hf_config
+    from graphmoe.checkpoint.hf.families import to_hf_config
     from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
+    from graphmoe.checkpoint.hf.pieces import pieces
     from graphmoe.checkpoint.hf.tensor_files import in_fp8
     from graphmoe.run.weights import option_name, own_pieces, train_command, write_weights
 
@@ -163,6 +164,10 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     layout = own_pieces(shapes) if family is None else pieces(family, named)
     entries = [*entries_of(layout, shapes, dtypes, source.read)]
     if args.quantise is Quantise.fp8_block:
+        if family is not None and family.quantization != "fp8":
+            raise ConfigError(
+                f"quantise={args.quantise} is not a form of {family.name} folders; use quantise=none"
+            )
         entries = [*in_fp8(entries)]
     with counting("writing", sum(entry.num_bytes for entry in entries)) as on_bytes:
         max_bytes = parse_size("max_shard_size", args.max_shard_size, least=1)

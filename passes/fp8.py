@@ -24,6 +24,7 @@ from graphmoe.ops.symm import combine_grad_stored, dispatch_stored
 from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
     SAME_ELEMENTS,
+    argument,
     aten,
     calls,
     dtype,
@@ -94,17 +95,17 @@ def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise", vendor: str | None 
 
 
 def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
-    (*layer, _), replicas, aligned = operands(call)[:8], operands(call)[8:], FORMATS[recipe].aligned
+    (*layer, _), rest, aligned = operands(call)[:8], operands(call)[8:], FORMATS[recipe].aligned
     uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % aligned]
     if uneven:
         return f"{uneven[0]} of its weights {list(shape(layer[1]))} is not a multiple of {aligned}"
     if vendor is not None:
-        call.args = (*layer, f"{vendor}.{recipe}", *replicas)
+        call.args = (*layer, f"{vendor}.{recipe}", *rest)
         return None
     y = next((piece for piece in call.users if piece.args[1] == 0), None)
     if y is None or len(call.users) > 1:
         return "more than the sum of its experts is read"
-    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, recipe, *replicas[:1], like=y))
+    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, recipe, *rest[:1], *rest[3:], like=y))
     return None
 
 
@@ -126,6 +127,12 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = Fal
         given = [each for each in operands(call) if isinstance(each, Node)]
         recipe = next(each for each in operands(call) if each in FORMATS)
         words = {"recipe": recipe, "carries": travels}
+        if is_op(call, ops.fp8_mlp, ops.fp8_mlp_grad):
+            at = 9 + is_op(call, ops.fp8_mlp_grad)
+            words |= {
+                "biased": argument(call, at, "b_gate_up") is not None,
+                "limit": argument(call, at + 1, "limit", 0.0),
+            }
         zeros = has_room and FORMATS[recipe].is_delayed
         if is_op(call, ops.fp8_mlp):
             y, *h = put_graph(call, functools.partial(_experts, mlp, zeros, words), *given)

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.checkpoint.hf.families import pieces, to_hf_config
+from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import entries_of, open_hf, shapes_of
+from graphmoe.checkpoint.hf.pieces import pieces
 from graphmoe.checkpoint.hf.tensor_files import dequantised, in_fp8, quantised, scales_of
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.convert import main

@@ -13,9 +13,10 @@ from graphmoe.config.formats import FORMATS
 from graphmoe.ops import formats, fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
 from graphmoe.ops.fp8 import GRADIENT, INPUT, Stored, fp8_dtype, quantise, recipes_of, wide_dtype
 from graphmoe.ops.fp8_mlp import launches, reference
-from graphmoe.ops.fp8_mlp.reference import Known
+from graphmoe.ops.fp8_mlp.reference import PLAIN, Activation, Known
 from graphmoe.ops.grouped_mlp import triton_backend
 from graphmoe.ops.grouped_mlp.reference import Plan
+from graphmoe.ops.swiglu_kernels import expert_sums
 from tests.ops.ahead_of_time import launches_of_layers
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.row_cases import NAN
@@ -23,8 +24,8 @@ from tests.ops.row_cases import NAN
 by_kernels, by_torch = launches.STEPS, reference.BY_ROWS
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 48, 32), "wide": (96, 4, 8, 128, 256)}
 """T, K, E, D, F."""
-WIDE = {"v2_lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8)}
-"""D, F, E, K of the layers that are compiled ahead of time."""
+WIDE = {"v2_lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8), "gpt_oss": (2880, 2880, 32, 4)}
+"""D, F, E, K of the layers that are compiled ahead of time; gpt-oss with biases and clamps."""
 KIND = torch.float8_e4m3fn
 NOT_FINITE = (torch.inf, -torch.inf, torch.nan)
 
@@ -65,6 +66,7 @@ class Case(NamedTuple):
     plan: Plan
     dtype: torch.dtype
     known: list[Tensor]  # scales of the activation and of dh, if they are known
+    act: Activation = PLAIN
 
 
 def case_of(recipe: str, backend: str, shape: Sequence[int] = SHAPES["small"]) -> Case:
@@ -128,13 +130,13 @@ def every(steps: Any, case: Case, own: int | None = None, of: Results | None = N
 
     (weights, more), how = lists(case.rows), (case.weight_TK, plan, case.dtype)
     known = [Known(case.known[0], largest[0])] if largest else []
-    y, *h = steps.forward(case.x, *weights, *how, *known, **more)
+    y, *h = steps.forward(case.x, *weights, *how, *known, **more, act=case.act)
     forward, first = [y, *(each[:live] for each in h)], {name: each[:1] for name, each in more.items()}
     hidden = [each[:live] for each in steps.hidden(case.x, weights[0], *how[1:], **first)]
     weights, more = lists(case.columns)
     known = [case.known[0], Known(case.known[1], largest[1])] if largest else []
     h = tuple(map(with_nan, (of.forward if of else forward)[1:]))
-    dx, dweight, *made = steps.dgrad(case.dy, h, *weights, *how, *known, **more)
+    dx, dweight, *made = steps.dgrad(case.dy, h, *weights, *how, *known, **more, act=case.act)
     dgrad = [dx, dweight, *(each[:live] for each in made)]
     dhq, dhs, aq, a_s = map(with_nan, (of.dgrad if of else dgrad)[2:])
     sides, (H, D, F) = (case.dy, case.x, (dhq, dhs), (aq, a_s), plan), (x.shape[1] for x in (dhq, y, aq))
@@ -261,6 +263,62 @@ def test_kernels_have_the_results_of_the_plain_form(backend, shape, recipe):
         assert scale.eq(known).all()
 
 
+def biases(shape: Sequence[int], like: Tensor, extra: int = 0) -> Tensor:
+    """Of experts, of which the ``extra`` last are as the first."""
+    b_EH = torch.randn(shape[2], 2 * shape[4], generator=torch.Generator().manual_seed(2))
+    return torch.cat([b_EH, b_EH[:extra]]).to(like.device, like.dtype)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("recipe", WITH_EXPERTS)
+def test_kernels_clamp_and_add_biases_as_the_plain_form_does(backend, recipe):
+    shape, by = (48, 2, 5, 96, 160) if recipe == "mxfp8" else (48, 2, 5, 48, 80), formats.KERNELS[recipe]
+    case, plain = case_of(recipe, backend, shape), by.experts(False)
+    b_gate_up = biases(shape, case.rows[0][0].float(), EMPTY)
+    case = case._replace(act=Activation(b_gate_up, 1.5))
+    found = every(by.experts(True), case, of=(wanted := every(plain, case)))
+    for ones, others in zip((found[0], found[2]), (wanted[0], wanted[2]), strict=True):
+        for one, other in zip(ones, others, strict=True):
+            assert decibels(one, other) > 35
+    sums_EH, dh = expert_sums(wanted.dgrad[2], case.plan.ends_E, wanted.dgrad[3]), wanted.dgrad[2:4]
+    exact_EH = torch.ops.graphmoe.expert_sums(by.values(tuple(dh)).double(), case.plan.ends_E)
+    assert decibels(sums_EH, exact_EH) > 100 and not sums_EH[1].any() and not sums_EH[-EMPTY:].any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("rowwise", torch.bfloat16), ("mxfp8", torch.float32)], ids=str
+)
+def test_biases_and_their_gradients_are_those_of_fp64_within_8_bits(recipe, dtype):
+    shape = (48, 2, 5, 128, 96)
+    tensors, plan, dy = layer(shape, dtype)
+    x = torch.nn.functional.rms_norm(tensors[0], (128,))  # of one size, or many large h are near the limit
+    tensors = (x, *tensors[1:], biases(shape, x))
+    for limit, floors in ((0.0, (22, 19)), (2.0, (22, 14))):  # rounding moves some h over a limit
+        exact, stored = (
+            [each.clone().to(d).requires_grad_() for each in tensors] for d in (torch.float64, None)
+        )
+        clamps, wide = ({"b_gate_up": each[4], "limit": limit} for each in (stored, exact))
+        expected, _ = torch.ops.graphmoe.grouped_mlp(*exact[:4], *plan, "torch", **wide)
+        expected.backward(dy.double())
+        y = torch.ops.graphmoe.fp8_mlp(*stored[:4], *plan, recipe, **clamps)
+        y.backward(dy)
+        assert decibels(y.detach(), expected.detach()) > floors[0]
+        for found, given in zip(stored, exact, strict=True):
+            assert found.grad.dtype == found.dtype and decibels(found.grad, given.grad) > floors[1]
+        assert not stored[4].grad[1].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", WITH_EXPERTS)
+def test_nan_in_a_bias_is_not_clamped_away(recipe, backend):
+    plan, tensors = small_layer(recipe, backend)
+    b_gate_up = torch.zeros_like(tensors[1][:, :, 0])
+    b_gate_up[0, 5] = NAN
+    y, dx, *_ = results_of(recipe, backend, plan, *tensors, b_gate_up=b_gate_up, limit=7.0)
+    is_of_0 = ((plan.row_TK >= 0) & (plan.row_TK < plan.ends_E[0])).any(1)
+    assert is_of_0.any() and y.isnan().any(1).equal(is_of_0) and dx.isnan().any(1).equal(is_of_0)
+
+
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=[*SHAPES])
 def test_what_is_beyond_the_largest_number_becomes_that(backend, shape):
@@ -304,13 +362,13 @@ def test_transposed_rows_are_those_of_the_plain_form(backend, scaled):
     assert found.cpu().float().equal(torch.ops.graphmoe.fp8_transposed(q, factor).float())
 
 
-def results_of(recipe: str, backend: str, plan: Plan, *tensors: Tensor) -> list[Tensor]:
+def results_of(recipe: str, backend: str, plan: Plan, *tensors: Tensor, **clamps: Any) -> list[Tensor]:
     """y, and gradients of x, both weights and the weights of slots; dy comes last."""
     *leaves, dy = (each.clone().requires_grad_() for each in tensors)
     steps_of = formats.KERNELS[recipe].experts
     changed = {"_rounding": lambda _: launches, "_steps": lambda *_: steps_of(True)}
     with mock.patch.dict(fp8_mlp.__dict__, changed if backend == "interpreted" else {}):
-        y = torch.ops.graphmoe.fp8_mlp(*leaves, *plan, recipe)
+        y = torch.ops.graphmoe.fp8_mlp(*leaves, *plan, recipe, **clamps)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -365,10 +423,12 @@ def every_step(of: Any, stores: Sequence[Any], kind: str, D: int, F: int, E: int
     fixed = {"kind_of": lambda device: kind, "units_of": lambda device: 132}
     with mock.patch.multiple(of, **fixed), mock.patch.multiple(triton_backend, **fixed):
         steps, weight_TK, dtype = of.STEPS, meta(R // K, K), torch.bfloat16
+        act = Activation(meta(E, 2 * F, dtype=dtype), 7.0) if D == F else PLAIN
         rows, weights, turned = stores[0](x), *([store(w) for w in experts] for store in stores)
-        _, *h = steps.forward(rows, *weights, weight_TK, plan, dtype)
+        _, *h = steps.forward(rows, *weights, weight_TK, plan, dtype, act=act)
         steps.hidden(rows, weights[0], plan, dtype)
-        _, _, *made = steps.dgrad(rows, tuple(h), *turned, weight_TK, plan, dtype)
+        _, _, *made = steps.dgrad(rows, tuple(h), *turned, weight_TK, plan, dtype, act=act)
+        expert_sums(made[0], plan.ends_E, made[1])
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
         totals = steps.wgrad(*sides)
         steps.wgrad(*sides, totals, add=True)
@@ -377,7 +437,8 @@ def every_step(of: Any, stores: Sequence[Any], kind: str, D: int, F: int, E: int
         if of is launches:
             launches.rows(experts[1], whole=True), launches.columns(experts[1], whole=True)
             gradient, known = (rows[0].to(wide_dtype()), rows[1]), Known(meta(1), meta(1))
-            steps.forward(rows, *weights, weight_TK, plan, dtype, known)
-            _, _, *made = steps.dgrad(gradient, tuple(h), *turned, weight_TK, plan, dtype, meta(1), known)
+            steps.forward(rows, *weights, weight_TK, plan, dtype, known, act=act)
+            how = plan, dtype, meta(1), known
+            _, _, *made = steps.dgrad(gradient, tuple(h), *turned, weight_TK, *how, act=act)
             steps.wgrad(gradient, rows, tuple(made[:2]), tuple(made[2:]), plan)
             formats.by_kernel(*rows, R // K)

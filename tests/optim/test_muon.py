@@ -12,7 +12,8 @@ from torch.library import opcheck
 from torch.optim import _muon
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.checkpoint.hf.families import pieces, to_hf_config
+from graphmoe.checkpoint.hf.families import to_hf_config
+from graphmoe.checkpoint.hf.pieces import pieces
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.build import build_model
 from graphmoe.optim import muon

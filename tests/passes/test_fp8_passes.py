@@ -19,7 +19,7 @@ from graphmoe.runtime.compile.units import fakes_of
 from graphmoe.runtime.torch_compat import joint_graph
 from tests.passes.blocks import Traced, assert_left, expert_inputs, random, traced
 from tests.passes.test_fuse_experts import BEHIND_PERMUTATION as BEHIND
-from tests.passes.test_fuse_experts import block
+from tests.passes.test_fuse_experts import block, clamped
 
 HERE = functools.partial(fp8_linear, products=("here",))
 
@@ -111,15 +111,18 @@ def experts_in(width: int) -> list[Tensor]:
     return [random(len(x), width), weight_TK, *weights, expert_TK]
 
 
+@pytest.mark.parametrize("is_clamped", [False, True])
 @pytest.mark.parametrize(("recipe", "width"), [("rowwise", 16), ("mxfp8", 32)])
-def test_experts_are_spelt_out_with_the_same_bits(recipe, width):
-    plain = traced(block(), *experts_in(width))
+def test_experts_are_spelt_out_with_the_same_bits(recipe, width, is_clamped):
+    bias = [random(4, 2 * width, seed=3)] if is_clamped else []
+    plain = traced(clamped() if is_clamped else block(), *experts_in(width), *bias)
     put = functools.partial(fp8_experts, recipe=recipe)
     found, (*_, result) = plain.rewritten(*BEHIND, put)
     assert result.matches == 1 and found.call("fp8_mlp") is not None
     calls = spelt_out(found).calls
-    names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", *WEIGHTS[recipe])
-    assert [calls[name] for name in names] == [1, 1, 1, 2 + 3, 2]  # weights, and inputs: x twice, dy
+    names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", "expert_sums", *WEIGHTS[recipe])
+    counts = [1, 1, 1, int(is_clamped), 2 + 3, 2]  # weights, and inputs: x twice, dy
+    assert [calls[name] for name in names] == counts
 
 
 @pytest.mark.parametrize("has_room", [False, True])

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from graphmoe.checkpoint.hf.families import pieces, to_hf_config
+from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import entries_of, open_hf, write_hf
+from graphmoe.checkpoint.hf.pieces import pieces
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, ModelConfig

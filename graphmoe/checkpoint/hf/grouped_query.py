@@ -1,4 +1,4 @@
-"""Conversion between ModelConfig and config.json of llama, qwen3, qwen3_moe and mixtral."""
+"""Keys of config.json and names of tensors that families with grouped-query attention share."""
 
 from typing import Any
 
@@ -6,74 +6,12 @@ from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
 from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
 
 
-def read_llama(keys: Keys) -> dict[str, Any]:
-    keys.only("mlp_bias", False)
-    return _read_attention(keys) | {"num_experts": 0, "dense_ffn_size": keys.int("intermediate_size")}
-
-
-def write_llama(config: ModelConfig) -> dict[str, Any]:
-    return _write_attention(config) | {"intermediate_size": config.dense_ffn_size, "mlp_bias": False}
-
-
-def read_qwen3(keys: Keys) -> dict[str, Any]:
-    heads = {"head_dim": keys.int("head_dim", default=128), "qk_norm": True}
-    return _without_window(keys, read_llama(keys)) | heads
-
-
-def write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return write_llama(config) | {"use_sliding_window": False, "sliding_window": None}
-
-
-def read_qwen3_moe(keys: Keys) -> dict[str, Any]:
-    keys.only("mlp_only_layers", [])
-    keys.only("decoder_sparse_step", 1)
-    return _without_window(keys, _read_common(keys)) | {
-        "dense_ffn_size": keys.int("intermediate_size"),
-        "num_experts": keys.int("num_experts", "num_local_experts"),
-        "expert_ffn_size": keys.int("moe_intermediate_size"),
-        "qk_norm": True,
-        "renormalise": keys.bool("norm_topk_prob", False),
-    }
-
-
-def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    return _write_common(config) | {
-        "intermediate_size": config.dense_ffn_size,
-        "moe_intermediate_size": config.expert_ffn_size,
-        "num_experts": config.num_experts,
-        "norm_topk_prob": config.renormalise or config.softmax_after_topk,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
-    }
-
-
-def read_mixtral(keys: Keys) -> dict[str, Any]:
-    keys.only("router_jitter_noise", 0.0)
-    fields = _read_common(keys, default_theta=1e6, default_eps=1e-5)
-    _refuse_window(keys, fields["context_length"])
-    width = keys.int("intermediate_size")
-    return fields | {
-        "dense_ffn_size": width,
-        "num_experts": keys.int("num_local_experts", "num_experts"),
-        "expert_ffn_size": width,
-        "softmax_after_topk": True,
-    }
-
-
-def write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    return _write_common(config) | {
-        "intermediate_size": config.expert_ffn_size,
-        "num_local_experts": config.num_experts,
-    }
-
-
 def attention_names(config: ModelConfig) -> dict[str, str]:
     norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
     return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}
 
 
-def _read_attention(
+def read_attention(
     keys: Keys, *, default_theta: float = 10000.0, default_eps: float = 1e-6
 ) -> dict[str, Any]:
     heads, width = keys.int("num_attention_heads"), keys.int("hidden_size")
@@ -90,11 +28,11 @@ def _read_attention(
     }
 
 
-def _read_common(keys: Keys, **defaults: float) -> dict[str, Any]:
+def read_moe(keys: Keys, **defaults: float) -> dict[str, Any]:
     with_loss = keys.bool("output_router_logits", False)  # transformers adds its balance loss with it only
-    layers, top_k = keys.int("num_hidden_layers"), keys.int("num_experts_per_tok")
+    layers, top_k = keys.int("num_hidden_layers"), keys.int("num_experts_per_tok", "experts_per_token")
     return {
-        **_read_attention(keys, **defaults),
+        **read_attention(keys, **defaults),
         "num_dense_layers": 0,
         "shared_ffn_size": 0,
         "top_k": top_k,
@@ -105,19 +43,19 @@ def _read_common(keys: Keys, **defaults: float) -> dict[str, Any]:
     }
 
 
-def _without_window(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+def without_window(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     if keys.bool("use_sliding_window", False):
-        _refuse_window(keys, fields["context_length"])
+        refuse_window(keys, fields["context_length"])
     return fields
 
 
-def _refuse_window(keys: Keys, context: int) -> None:
+def refuse_window(keys: Keys, context: int) -> None:
     window = keys.int("sliding_window", default=context)
     if window < context:
         keys.refuse("sliding_window", window, f"null, or at least max_position_embeddings={context}")
 
 
-def _write_attention(config: ModelConfig) -> dict[str, Any]:
+def write_attention(config: ModelConfig) -> dict[str, Any]:
     return {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -128,8 +66,8 @@ def _write_attention(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_common(config: ModelConfig) -> dict[str, Any]:
-    return _write_attention(config) | {
+def write_moe(config: ModelConfig) -> dict[str, Any]:
+    return write_attention(config) | {
         "num_experts_per_tok": config.top_k,
         "output_router_logits": False,
         "router_aux_loss_coef": float(f"{config.aux_loss_coef * config.num_layers / config.top_k:.12g}"),

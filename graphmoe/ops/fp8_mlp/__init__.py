@@ -19,7 +19,7 @@ from graphmoe.ops import register_gradient
 from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import GRADIENT, INPUT, Stored, fp8_dtype, rounded
 from graphmoe.ops.fp8_mlp import launches, reference
-from graphmoe.ops.fp8_mlp.reference import Known, MlpSteps
+from graphmoe.ops.fp8_mlp.reference import Activation, Known, MlpSteps
 from graphmoe.ops.grouped_mlp import weight_shapes
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.symm.peers import exchange_of
@@ -84,16 +84,19 @@ def _forward(
     xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     dtype: torch.dtype, recipe: str, known_a: Tensor | None = None, largest_a: Tensor | None = None,
-    expert_RS: Tensor | None = None,
+    expert_RS: Tensor | None = None, b_gate_up: Tensor | None = None, limit: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y [T, D], and h saved for the backward: hq [R, H], hs [R, B]. `rows` quantized the weights.
+
+    ``b_gate_up`` and ``limit`` as in ``graphmoe::grouped_mlp``: h is saved without biases.
 
     The last result is the running maximum [1] of the activation if it has a delayed scale, else empty.
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
     more = _pulled(expert_RS, *gate_up, *down)
-    made = _steps(xq_TD, recipe).forward(x, gate_up, down, weight_TK, plan, dtype, known, more)
+    act = Activation(b_gate_up, limit)
+    made = _steps(xq_TD, recipe).forward(x, gate_up, down, weight_TK, plan, dtype, known, more, act)
     return *made, _largest(known, xs_T1)
 
 
@@ -114,7 +117,7 @@ def _dgrad(
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     dtype: torch.dtype, recipe: str,
     known_a: Tensor | None = None, known_dh: Tensor | None = None, largest_dh: Tensor | None = None,
-    expert_RS: Tensor | None = None,
+    expert_RS: Tensor | None = None, b_gate_up: Tensor | None = None, limit: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F], each as q and scales.
 
@@ -122,8 +125,8 @@ def _dgrad(
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
-    more = _pulled(expert_RS, *gate_up, *down)
-    made = _steps(dyq_TD, recipe).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype, known_a, known, more)
+    how = plan, dtype, known_a, known, _pulled(expert_RS, *gate_up, *down), Activation(b_gate_up, limit)
+    made = _steps(dyq_TD, recipe).dgrad(dy, h, gate_up, down, weight_TK, *how)
     return *made, _largest(known, dys_T1)
 
 
@@ -174,24 +177,34 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
     return q, scale.expand(len(x_TD), 1).contiguous() if FORMATS[recipe].is_delayed else scale
 
 
-def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [T, D]; to save: hq [R, H], hs [R, B]. With ``carries`` x is an fp8 carrier (`ops.symm`)."""
+def mlp(
+    *layer: Tensor, recipe: str, carries: bool = False, biased: bool = False, limit: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y [T, D]; to save: hq [R, H], hs [R, B]. With ``carries`` x is an fp8 carrier (`ops.symm`).
+
+    ``layer``: the arguments of ``graphmoe::fp8_mlp``, then expert_RS if any, or if ``biased`` b_gate_up.
+    """
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, KERNELS[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
     known = getattr(ops, INPUT)(w_down) if FORMATS[recipe].is_delayed else (None, None)
     weights = *by.weight(w_gate_up), *by.weight(w_down)
     how = x_TD.dtype, recipe, *known
-    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(*x, *weights, *rest[:4], *how, *rest[4:])
+    last = *_expert_RS_and_bias(rest[4:], biased), limit
+    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(*x, *weights, *rest[:4], *how, *last)
     return y_TD, hq_RH, hs_RB
 
 
 def mlp_gradients(
-    dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, recipe: str, carries: bool = False
-) -> tuple[Tensor, ...]:
-    """Return gradients of x, both weights and routing weights; with ``carries`` x and dy are fp8 carriers."""
+    dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, recipe: str, carries: bool = False,
+    biased: bool = False, limit: float = 0.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return gradients of x, both weights, routing weights and b_gate_up, which is [0] unless ``biased``.
+
+    With ``carries`` x and dy are fp8 carriers; ``layer`` as in `mlp`.
+    """
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
-    plan, replicas = plan[:3], plan[3:]
+    plan, (expert_RS, b_gate_up) = plan[:3], _expert_RS_and_bias(plan[3:], biased)
     ops, by, dtype = torch.ops.graphmoe, KERNELS[recipe], x_TD.dtype
     dy = _stored_tokens(dy_TD, w_down, GRADIENT, recipe, carries)
     known = (None,) * 3
@@ -199,35 +212,46 @@ def mlp_gradients(
         known = (getattr(ops, INPUT)(w_down)[0], *getattr(ops, GRADIENT)(w_gate_up))
     weights = *by.transposed(w_gate_up), *by.transposed(w_down)
     dx_TD, dweight_TK, *made, _ = ops.fp8_mlp_dgrad(
-        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, recipe, *known, *replicas
+        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, recipe, *known, expert_RS, b_gate_up, limit
     )
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
-    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan, recipe, *replicas)
-    return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan, recipe, expert_RS)
+    db_gate_up = dx_TD.new_empty(0)
+    if b_gate_up is not None:
+        db_gate_up = rounded(ops.expert_sums(made[0], plan[2], made[1]), b_gate_up.dtype)
+    return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK, db_gate_up
+
+
+def _expert_RS_and_bias(rest: Sequence[Tensor], biased: bool) -> tuple[Tensor | None, Tensor | None]:
+    last = rest[0] if rest else None
+    return (None, last) if biased else (last, None)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp", mutates_args=())
 def _whole(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
-    ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
+    ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None, b_gate_up: Tensor | None = None,
+    limit: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return y [T, D] of ``graphmoe::grouped_mlp`` with fp8 GEMMs. The pass fp8_quantise expands this op."""
-    layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
-    return mlp(*layer, recipe=recipe)[0]
+    layer = x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS, b_gate_up)
+    return mlp(*layer, recipe=recipe, biased=b_gate_up is not None, limit=limit)[0]
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_grad", mutates_args=())
 def _grad(
     dy_TD: Tensor, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
     row_TK: Tensor, ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
-    h = mlp(*layer, recipe=recipe)[1:]
-    return mlp_gradients(dy_TD, *h, *layer, recipe=recipe)  # type: ignore[return-value]
+    b_gate_up: Tensor | None = None, limit: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    layer = x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS, b_gate_up)
+    words: dict[str, Any] = {"recipe": recipe, "biased": b_gate_up is not None, "limit": limit}
+    return mlp_gradients(dy_TD, *mlp(*layer, **words)[1:], *layer, **words)  # type: ignore[return-value]
 
 
-def _if_any(expert_RS: Tensor | None) -> tuple[Tensor, ...]:
-    return () if expert_RS is None else (expert_RS,)
+def _if_any(expert_RS: Tensor | None, b_gate_up: Tensor | None) -> tuple[Tensor, ...]:
+    assert expert_RS is None or b_gate_up is None, "biases of replicas are not fetched"
+    return tuple(each for each in (expert_RS, b_gate_up) if each is not None)
 
 
 for _of_rows in (rows, whole_rows):
@@ -279,12 +303,20 @@ def _(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, *rest: Any) -> tuple[Tensor
 
 
 _whole.register_fake(lambda x_TD, *_: x_TD.new_empty(x_TD.shape))
-_grad.register_fake(lambda dy_TD, *layer: tuple(each.new_empty(each.shape) for each in layer[:4]))
 
 
-def _backward(dy_TD: Tensor, *saved: Any) -> tuple[Tensor, ...]:
-    *layer, expert_RS, recipe = saved
-    return torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *layer, recipe, expert_RS)
+@_grad.register_fake
+def _(dy_TD: Tensor, *layer: Any) -> tuple[Tensor, ...]:
+    b_gate_up = (*layer, None, None)[9]
+    db_gate_up = dy_TD.new_empty(0) if b_gate_up is None else b_gate_up.new_empty(b_gate_up.shape)
+    return *(each.new_empty(each.shape) for each in layer[:4]), db_gate_up
+
+
+def _backward(dy_TD: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+    *layer, expert_RS, b_gate_up, recipe, limit = saved
+    grad = torch.ops.graphmoe.fp8_mlp_grad
+    *found, db_gate_up = grad(dy_TD.contiguous(), *layer, recipe, expert_RS, b_gate_up, limit)
+    return *found, *[None] * 5, None if b_gate_up is None else db_gate_up
 
 
 register_gradient(_whole, _backward)

@@ -11,7 +11,17 @@ instruction must be contiguous along the contracted axis (CUTLASS, sm90 GMMA), h
 import triton
 import triton.language as tl
 
-from graphmoe.ops.grouped_mlp.rows_kernel import add_tile, halves, in_turns, sigmoid_of, store
+from graphmoe.ops.grouped_mlp.rows_kernel import (
+    add_bias,
+    add_tile,
+    clamped,
+    experts_of,
+    gradients,
+    halves,
+    in_turns,
+    sigmoid_of,
+    store,
+)
 from graphmoe.ops.grouped_mlp.weight_grad_kernel import with_rows
 
 WIDEST = tl.constexpr(57344.0)  # largest number of e5m2, for gradients with known scales
@@ -150,7 +160,7 @@ def _whole_rows(first, live, F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.con
     IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
     of_scales, known = long[:, None] * (2 * IN_ROW) + block, is_row[:, None] & (block < IN_ROW)
     at, at_half = long[:, None, None] * (2 * F) + column, long[:, None, None] * F + column
-    return row, is_row, inside, at, at_half, of_scales, known
+    return row, is_row, column, inside, at, at_half, of_scales, known
 
 
 @triton.jit
@@ -161,11 +171,12 @@ def _largest_and_sum(a, dh, dweight, other_a, other_dh, other_dweight):
 @triton.jit
 def swiglu_kernel(
     h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, known_ptr, largest_ptr,
-    experts, rows,
-    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
+    bias_ptr, experts, rows,
+    F: tl.constexpr, LIMIT: tl.constexpr, BLOCK_E: tl.constexpr,
+    ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize h [R, H] by blocks, and silu(gate) * up * weight [R, F] by rows unless ``aq`` is None.
+    """Quantize h [R, H] by blocks, and its activation [R, F] (`ops.swiglu`) by rows unless ``aq`` is None.
 
     If the activation has a delayed scale (``known``), each program stores its maximum in ``largest``.
     """
@@ -173,7 +184,10 @@ def swiglu_kernel(
     first = tl.program_id(0) * ROWS
     if first < live:
         IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
-        row, is_row, inside, at, at_half, of_scales, known = _whole_rows(first, live, F, ROWS, BLOCKS, BLOCK)
+        row, is_row, column, inside, at, at_half, of_scales, known = _whole_rows(
+            first, live, F, ROWS, BLOCKS, BLOCK
+        )
+        expert = experts_of(row, is_row, ends_ptr, experts, BLOCK_E)[:, None, None]
         gate = tl.load(h_ptr + at, inside, other=0.0).to(tl.float32)
         up = tl.load(h_ptr + at + F, inside, other=0.0).to(tl.float32)
         of_gate, inverse_gate = power_of_two(tl.max(tl.abs(gate), 2), ABOVE, EXPONENT)
@@ -186,7 +200,9 @@ def swiglu_kernel(
         tl.store(hq_ptr + at + F, (up * inverse_up[:, :, None]).to(kind), inside)
         if aq_ptr is not None:
             weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
-            a = gate * sigmoid_of(gate) * up * weight[:, None, None]
+            gate, up = add_bias(gate, up, bias_ptr, expert, column, inside, F)
+            gate, up, steep = clamped(gate, up, LIMIT)
+            a = gate * sigmoid_of(steep) * up * weight[:, None, None]
             amax = tl.max(tl.max(tl.abs(a), 2), 1)
             if known_ptr is not None:
                 scale = tl.load(known_ptr) + tl.zeros((ROWS,), tl.float32)
@@ -202,8 +218,9 @@ def swiglu_kernel(
 @triton.jit
 def swiglu_grad_kernel(
     da_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, dhq_ptr, dhs_ptr, aq_ptr, as_ptr, dweight_ptr,
-    known_a_ptr, known_ptr, largest_ptr, experts, rows,
-    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
+    known_a_ptr, known_ptr, largest_ptr, bias_ptr, experts, rows,
+    F: tl.constexpr, LIMIT: tl.constexpr, BLOCK_E: tl.constexpr,
+    ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute dh [R, H], the weighted activation [R, F] and dweight [R] from da [R, F] and h.
@@ -214,7 +231,10 @@ def swiglu_grad_kernel(
     first = tl.program_id(0) * ROWS
     if first < live:
         IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
-        row, is_row, inside, at, at_half, of_scales, known = _whole_rows(first, live, F, ROWS, BLOCKS, BLOCK)
+        row, is_row, column, inside, at, at_half, of_scales, known = _whole_rows(
+            first, live, F, ROWS, BLOCKS, BLOCK
+        )
+        expert = experts_of(row, is_row, ends_ptr, experts, BLOCK_E)[:, None, None]
         da = tl.load(da_ptr + at_half, inside, other=0.0).to(tl.float32)
         s_at = hs_ptr + of_scales
         gate = tl.load(hq_ptr + at, inside, other=0.0).to(tl.float32)
@@ -222,13 +242,15 @@ def swiglu_grad_kernel(
         up = tl.load(hq_ptr + at + F, inside, other=0.0).to(tl.float32)
         up *= tl.load(s_at + IN_ROW, known, other=0.0)[:, :, None]
         weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
-        sigmoid = sigmoid_of(gate)
-        silu = gate * sigmoid
-        a = silu * up
+        gate, up = add_bias(gate, up, bias_ptr, expert, column, inside, F)
+        near, factor, steep = clamped(gate, up, LIMIT)
+        sigmoid = sigmoid_of(steep)
+        silu = near * sigmoid
+        a = silu * factor
         in_blocks = tl.sum(da * a, 2)
         a *= weight[:, None, None]
         da *= weight[:, None, None]
-        dgate, dup = da * up * (sigmoid + silu * (1 - sigmoid)), da * silu
+        dgate, dup = gradients(da, gate, up, factor, sigmoid, silu, LIMIT)
         of_blocks = tl.max(tl.abs(a), 2), tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 2), in_blocks
         of_a, of_dh, dweight = tl.reduce(of_blocks, 1, _largest_and_sum)
         tl.store(dweight_ptr + row, dweight, is_row)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import BLOCK, Stored, fp8_dtype, rounding_of
-from graphmoe.ops.fp8_mlp.reference import Known, MlpSteps
+from graphmoe.ops.fp8_mlp.reference import Activation, Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, descriptor, grids, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, fp8_config, height_of, kind_of, units_of
@@ -61,7 +61,7 @@ def _largest(w: Tensor) -> Tensor:
 
 
 def _swiglu(
-    x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None
+    x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None, act: Activation
 ) -> tuple[Stored, Stored | None]:
     R, H = h_RH.shape
     h, a = (x[0].new_empty(R, H), x[1].new_empty(R, 2 * -(-(H // 2) // BLOCK))), None
@@ -69,20 +69,20 @@ def _swiglu(
         weight_TK, a = weight_TK.contiguous(), (x[0].new_empty(R, H // 2), x[1].new_empty(R, 1))
     scale, largest = known or (None, None)
     of_rows = (h_RH, weight_TK, plan.slot_R, plan.ends_E, *h, *(a or (None, None)), scale)
-    _by_rows("swiglu_kernel", of_rows, largest, plan, H // 2, 32)
+    _by_rows("swiglu_kernel", of_rows, largest, plan, H // 2, 32, act)
     return h, a
 
 
 def _swiglu_grad(
     dy: Stored, da_RF: Tensor, h: Stored, weight_TK: Tensor, plan: Plan,
-    known_a: Tensor | None, known: Known | None,
+    known_a: Tensor | None, known: Known | None, act: Activation,
 ) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
     (R, F), of_dy = da_RF.shape, dy[1].new_empty
     dh, a = (dy[0].new_empty(R, 2 * F), of_dy(R, 1)), (h[0].new_empty(R, F), of_dy(R, 1))
     dweight_1R = of_dy(1, R)
     of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)
     scale, largest = known or (None, None)
-    _by_rows("swiglu_grad_kernel", (*of_rows, known_a, scale), largest, plan, F, 16)
+    _by_rows("swiglu_grad_kernel", (*of_rows, known_a, scale), largest, plan, F, 16, act)
     return dh, a, weight_sums(dweight_1R, plan.row_TK)
 
 
@@ -141,8 +141,9 @@ def _product(
 
 
 def _by_rows(
-    name: str, tensors: Sequence[Tensor | None], largest: Tensor | None, plan: Plan, F: int, of_thread: int
-) -> None:
+    name: str, tensors: Sequence[Tensor | None], largest: Tensor | None, plan: Plan, F: int, of_thread: int,
+    act: Activation,
+) -> None:  # fmt: skip
     """Launch kernel ``name``, whose programs process whole rows, with ``of_thread`` columns per thread.
 
     ``largest`` [1], a running maximum, is updated in place.
@@ -150,6 +151,7 @@ def _by_rows(
     import triton
 
     from graphmoe.ops.fp8_mlp import kernels
+    from graphmoe.ops.swiglu_kernels import block_of_ends
 
     width = max(triton.next_power_of_2(F), BLOCK)
     count, kind = max(128 * of_thread // width, 1), fp8_dtype()
@@ -159,8 +161,9 @@ def _by_rows(
     programs = -(-R // count)
     partial = None if largest is None else largest.new_zeros(programs)
     getattr(kernels, name)[(programs,)](
-        *tensors, partial, len(plan.ends_E), R,
-        F=F, ABOVE=above, EXPONENT=exponent, MOST=torch.finfo(kind).max,
+        *tensors, partial, act.b_gate_up, len(plan.ends_E), R,
+        F=F, LIMIT=act.limit, BLOCK_E=block_of_ends(plan.ends_E, act.b_gate_up),
+        ABOVE=above, EXPONENT=exponent, MOST=torch.finfo(kind).max,
         ROWS=count, BLOCKS=width // BLOCK, BLOCK=BLOCK,
         num_warps=num_warps(count * width // of_thread),
     )  # fmt: skip

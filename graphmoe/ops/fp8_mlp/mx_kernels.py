@@ -12,7 +12,16 @@ import triton.language as tl
 
 from graphmoe.ops.fp8_blocks.kernels import add_product, load_mx, store_mx, store_turned
 from graphmoe.ops.fp8_mlp.kernels import live_rows
-from graphmoe.ops.grouped_mlp.rows_kernel import add_tile, in_turns, sigmoid_of, store
+from graphmoe.ops.grouped_mlp.rows_kernel import (
+    add_bias,
+    add_tile,
+    clamped,
+    experts_of,
+    gradients,
+    in_turns,
+    sigmoid_of,
+    store,
+)
 from graphmoe.ops.grouped_mlp.weight_grad_kernel import with_rows
 
 
@@ -60,10 +69,11 @@ def rows_kernel(
 
 @triton.jit
 def swiglu_kernel(
-    h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, experts, rows,
-    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, bias_ptr, experts, rows,
+    F: tl.constexpr, LIMIT: tl.constexpr, BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize h [R, H], and silu(gate) * up * weight [R, F] unless ``aq`` is None."""
+    """Quantize h [R, H], and its activation [R, F] (`ops.swiglu`) unless ``aq`` is None."""
     live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     H: tl.constexpr = 2 * F
@@ -77,15 +87,19 @@ def swiglu_kernel(
         store_mx(up, hq_ptr + F, hs_ptr + F // BLOCK, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
         if aq_ptr is not None:
             weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
-            a = gate * sigmoid_of(gate) * up * weight[:, None]
+            expert = experts_of(row, is_row, ends_ptr, experts, BLOCK_E)[:, None]
+            gate, up = add_bias(gate, up, bias_ptr, expert, column[None, :], inside, F)
+            gate, up, steep = clamped(gate, up, LIMIT)
+            a = gate * sigmoid_of(steep) * up * weight[:, None]
             store_mx(a, aq_ptr, as_ptr, row, first, is_row, F, F, ROWS, COLUMNS, BLOCK)
 
 
 @triton.jit
 def swiglu_grad_kernel(
     da_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, dhq_ptr, dhs_ptr, aq_ptr, as_ptr, partial_ptr,
-    experts, rows,
-    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    bias_ptr, experts, rows,
+    F: tl.constexpr, LIMIT: tl.constexpr, BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute dh [R, H], the weighted activation [R, F], ``partial`` dweight [column tiles, R] from da, h."""
     live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
@@ -100,13 +114,16 @@ def swiglu_grad_kernel(
         gate = load_mx(hq_ptr, hs_ptr, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
         up = load_mx(hq_ptr + F, hs_ptr + UP, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
         weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
-        sigmoid = sigmoid_of(gate)
-        silu = gate * sigmoid
-        a = silu * up
+        expert = experts_of(row, is_row, ends_ptr, experts, BLOCK_E)[:, None]
+        gate, up = add_bias(gate, up, bias_ptr, expert, column[None, :], inside, F)
+        near, factor, steep = clamped(gate, up, LIMIT)
+        sigmoid = sigmoid_of(steep)
+        silu = near * sigmoid
+        a = silu * factor
         to = partial_ptr + tl.program_id(1).to(tl.int64) * rows + row
         tl.store(to, tl.sum(da * a, 1), is_row)
         da *= weight[:, None]
-        dgate, dup = da * up * (sigmoid + silu * (1 - sigmoid)), da * silu
+        dgate, dup = gradients(da, gate, up, factor, sigmoid, silu, LIMIT)
         store_mx(a * weight[:, None], aq_ptr, as_ptr, row, first, is_row, F, F, ROWS, COLUMNS, BLOCK)
         store_mx(dgate, dhq_ptr, dhs_ptr, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
         store_mx(dup, dhq_ptr + F, dhs_ptr + UP, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)

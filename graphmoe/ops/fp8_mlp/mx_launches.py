@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
-from graphmoe.ops.fp8_mlp.reference import Known, MlpSteps
+from graphmoe.ops.fp8_mlp.reference import PLAIN, Activation, Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, fp8_config, kind_of, units_of
@@ -29,26 +29,26 @@ WEIGHTS = {
 
 
 def _swiglu(
-    x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None
+    x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None, act: Activation
 ) -> tuple[Stored, Stored | None]:
     (R, H), a = h_RH.shape, None
     h = _empty(x, R, H)
     if weight_TK is not None:
         weight_TK, a = weight_TK.contiguous(), _empty(x, R, H // 2)
     of_tiles = (h_RH, weight_TK, plan.slot_R, plan.ends_E, *h, *(a or (None, None)))
-    _by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128)
+    _by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128, act)
     return h, a
 
 
 def _swiglu_grad(
     dy: Stored, da_RF: Tensor, h: Stored, weight_TK: Tensor, plan: Plan,
-    known_a: Tensor | None, known: Known | None,
+    known_a: Tensor | None, known: Known | None, act: Activation,
 ) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
     R, F = da_RF.shape
     dh, a = _empty(dy, R, 2 * F), _empty(dy, R, F)
     partial = weight_TK.new_empty(-(-F // COLUMNS), R)
     of_tiles = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, partial)
-    _by_tiles("swiglu_grad_kernel", of_tiles, plan, F, 256)
+    _by_tiles("swiglu_grad_kernel", of_tiles, plan, F, 256, act)
     return dh, a, weight_sums(partial, plan.row_TK)
 
 
@@ -109,14 +109,18 @@ def _product(
         )  # fmt: skip
 
 
-def _by_tiles(name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, threads: int) -> None:
+def _by_tiles(
+    name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, threads: int, act: Activation = PLAIN
+) -> None:
     from graphmoe.ops.fp8_mlp import mx_kernels
+    from graphmoe.ops.swiglu_kernels import block_of_ends
 
     R = len(plan.slot_R)
     if R:
         getattr(mx_kernels, name)[(-(-R // 32), -(-F // COLUMNS))](
-            *tensors, len(plan.ends_E), R,
-            F=F, ROWS=32, COLUMNS=COLUMNS, BLOCK=MX_BLOCK, num_warps=num_warps(threads),
+            *tensors, act.b_gate_up, len(plan.ends_E), R,
+            F=F, LIMIT=act.limit, BLOCK_E=block_of_ends(plan.ends_E, act.b_gate_up),
+            ROWS=32, COLUMNS=COLUMNS, BLOCK=MX_BLOCK, num_warps=num_warps(threads),
         )  # fmt: skip
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from graphmoe.ops.fp8 import SMALLEST, Stored, block_values, fp8_dtype, quantise, quantise_blocks, saturated
 from graphmoe.ops.fp8_blocks.reference import quantise_mx, turned, values
 from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
+from graphmoe.ops.swiglu import activation, activation_grad, with_bias
 
 Parts = Sequence[tuple[int, slice]]  # experts that have rows, and their rows
 
@@ -23,6 +23,16 @@ class Known(NamedTuple):
 
     scale: Tensor
     largest: Tensor
+
+
+class Activation(NamedTuple):
+    """What `ops.swiglu` adds to h [E, H], and its limit."""
+
+    b_gate_up: Tensor | None = None
+    limit: float = 0.0
+
+
+PLAIN = Activation()
 
 
 class MlpSteps(NamedTuple):
@@ -35,9 +45,9 @@ class MlpSteps(NamedTuple):
     parts: Callable[[Plan, int], Any]
     # (x, weights, out, plan, parts, gathers): out[r] = w[e(r)] @ x[r]; gathers: x is [T, C], not [R, C]
     product: Callable[..., None]
-    # (x, h_RH, weight_TK, plan, known) -> saved h, and with weights the weighted activation
+    # (x, h_RH, weight_TK, plan, known, act) -> saved h without bias, and with weights the weighted activation
     swiglu: Callable[..., tuple[Stored, Any]]
-    # (dy, da_RF, h, weight_TK, plan, known_a, known) -> dh, the weighted activation, dweight_TK
+    # (dy, da_RF, h, weight_TK, plan, known_a, known, act) -> dh, the weighted activation, dweight_TK
     swiglu_grad: Callable[..., tuple[Stored, Stored, Tensor]]
     # (dy, x, dh, a, plan, totals, add, of_more) -> dw_gate_up and dw_down in fp32, written or added to totals
     # if given; those of replicas are written to of_more, except for replicas without rows
@@ -46,11 +56,12 @@ class MlpSteps(NamedTuple):
     def forward(
         self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
         dtype: torch.dtype, known: Known | None = None, more: Sequence[Stored] = (),
+        act: Activation = PLAIN,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return y_TD, and values and scales of h, to save. ``known``: delayed scale of the activation."""
         parts = self.parts(plan, len(w_down[0]))
         y_RD = x[0].new_empty(len(plan.slot_R), w_down[0].shape[1], dtype=dtype)
-        h, a = self._hidden(x, (w_gate_up, *more[:1]), weight_TK, plan, dtype, known, parts)
+        h, a = self._hidden(x, (w_gate_up, *more[:1]), weight_TK, plan, dtype, known, parts, act)
         self.product(a, (w_down, *more[1:]), y_RD, plan, parts)
         return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
 
@@ -62,16 +73,16 @@ class MlpSteps(NamedTuple):
 
     def _hidden(
         self, x: Stored, weights: Sequence[Stored], weight_TK: Tensor | None, plan: Plan,
-        dtype: torch.dtype, known: Known | None, parts: Any,
+        dtype: torch.dtype, known: Known | None, parts: Any, act: Activation = PLAIN,
     ) -> tuple[Stored, Any]:  # fmt: skip
         h_RH = x[0].new_empty(len(plan.slot_R), weights[0][0].shape[1], dtype=dtype)
         self.product(x, weights, h_RH, plan, parts, gathers=True)
-        return self.swiglu(x, h_RH, weight_TK, plan, known)
+        return self.swiglu(x, h_RH, weight_TK, plan, known, act)
 
     def dgrad(
         self, dy: Stored, h: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
         dtype: torch.dtype, known_a: Tensor | None = None, known: Known | None = None,
-        more: Sequence[Stored] = (),
+        more: Sequence[Stored] = (), act: Activation = PLAIN,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Return dx_TD, dweight_TK, quantized dh and weighted activation, from transposed weights.
 
@@ -80,7 +91,7 @@ class MlpSteps(NamedTuple):
         parts, R = self.parts(plan, len(w_down[0])), len(plan.slot_R)
         da_RF, dx_RD = (h[0].new_empty(R, w[0].shape[1], dtype=dtype) for w in (w_down, w_gate_up))
         self.product(dy, (w_down, *more[1:]), da_RF, plan, parts, gathers=True)
-        dh, a, dweight_TK = self.swiglu_grad(dy, da_RF, h, weight_TK, plan, known_a, known)
+        dh, a, dweight_TK = self.swiglu_grad(dy, da_RF, h, weight_TK, plan, known_a, known, act)
         self.product(dh, (w_gate_up, *more[:1]), dx_RD, plan, parts)
         return torch.ops.graphmoe.unpermute(dx_RD, *plan, None), dweight_TK, *dh, *a
 
@@ -128,30 +139,26 @@ def _product(
 
 
 def _swiglu(
-    by: Rounding, x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None
-) -> tuple[Stored, Stored | None]:
+    by: Rounding, x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None,
+    act: Activation,
+) -> tuple[Stored, Stored | None]:  # fmt: skip
     h_RH, kind = h_RH.float(), x[0].dtype
     if weight_TK is None:
         return by.hidden(h_RH, kind), None
-    gate_RF, up_RF = h_RH.chunk(2, -1)
-    a_RF = F.silu(gate_RF) * up_RF * row_weights(weight_TK, plan.slot_R)[:, None]
+    of_rows = with_bias(h_RH, act.b_gate_up, plan.ends_E), row_weights(weight_TK, plan.slot_R)
+    a_RF = activation(*of_rows, act.limit)
     return by.hidden(h_RH, kind), by.rows(a_RF.where(_is_live(plan), 0), kind, *(known or ()))
 
 
 def _swiglu_grad(
     by: Rounding, dy: Stored, da_RF: Tensor, h: Stored, weight_TK: Tensor, plan: Plan,
-    known_a: Tensor | None, known: Known | None,
+    known_a: Tensor | None, known: Known | None, act: Activation,
 ) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
-    (gate_RF, up_RF), weight_R, da_RF = by.halves(h), row_weights(weight_TK, plan.slot_R), da_RF.float()
-    plain_RF = F.silu(gate_RF) * up_RF
-    dweight_R = (da_RF * plain_RF).sum(-1)
-    da_RF = da_RF * weight_R[:, None]
-    sigmoid_RF = gate_RF.sigmoid()
-    silu_RF = gate_RF * sigmoid_RF
-    dgate_RF = da_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF))
-    dh_RH, a_RF = torch.cat([dgate_RF, da_RF * silu_RF], -1), plain_RF * weight_R[:, None]
+    h_RH = with_bias(torch.cat([*by.halves(h)], -1), act.b_gate_up, plan.ends_E)
+    given = h_RH, row_weights(weight_TK, plan.slot_R), act.limit
+    dh_RH, dweight_R = activation_grad(da_RF, *given)
     dh = by.rows(dh_RH.where(_is_live(plan), 0), dy[0].dtype, *(known or ()))
-    a = by.rows(a_RF.where(_is_live(plan), 0), h[0].dtype, known_a)
+    a = by.rows(activation(*given).where(_is_live(plan), 0), h[0].dtype, known_a)
     return dh, a, slot_values(dweight_R, plan.row_TK)
 
 

@@ -1,7 +1,8 @@
-"""Conversion between ModelConfig and config.json of deepseek_v2 and deepseek_v3 (also Moonlight, Kimi-K2)."""
+"""deepseek_v2 and deepseek_v3 (also Moonlight, Kimi-K2): multi-head latent attention."""
 
 from typing import Any
 
+from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 
@@ -21,7 +22,7 @@ SIZES = {
 """Required keys of config.json and their ModelConfig fields."""
 
 
-def read_v2(keys: Keys) -> dict[str, Any]:
+def _read_v2(keys: Keys) -> dict[str, Any]:
     keys.only("scoring_func", "softmax")
     keys.only("topk_method", "greedy", "group_limited_greedy")
     keys.only("norm_topk_prob", False)  # transformers ignores it, DeepSeek's code drops the scale with it
@@ -36,7 +37,7 @@ def read_v2(keys: Keys) -> dict[str, Any]:
     }
 
 
-def write_v2(config: ModelConfig) -> dict[str, Any]:
+def _write_v2(config: ModelConfig) -> dict[str, Any]:
     limited = config.num_groups > 1
     return _write_common(config) | {
         "scoring_func": "softmax",
@@ -45,7 +46,7 @@ def write_v2(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_v3(keys: Keys) -> dict[str, Any]:
+def _read_v3(keys: Keys) -> dict[str, Any]:
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
     keys.only("rope_interleave", True)
@@ -65,7 +66,7 @@ def read_v3(keys: Keys) -> dict[str, Any]:
     }
 
 
-def write_v3(config: ModelConfig) -> dict[str, Any]:
+def _write_v3(config: ModelConfig) -> dict[str, Any]:
     return _write_common(config) | {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -74,7 +75,7 @@ def write_v3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def attention_names(config: ModelConfig) -> dict[str, str]:
+def _attention_names(config: ModelConfig) -> dict[str, str]:
     query = {"q_proj": "q_proj"}
     if config.q_lora_rank:
         query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}
@@ -127,3 +128,12 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         **write_rope(config, scales_scores=True),
     }
+
+
+V2 = Family(
+    "deepseek_v2", "DeepseekV2ForCausalLM", "mla", _attention_names, _read_v2, _write_v2, whole_heads=True
+)
+V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", "mla", _attention_names, _read_v3, _write_v3,
+    aliases=("kimi_k2",),
+)  # fmt: skip

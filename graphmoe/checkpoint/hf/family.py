@@ -1,0 +1,68 @@
+"""What one model family states: keys of its config.json, names and storage of its tensors."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.tensor_files import WHOLE, Index
+from graphmoe.config.schema import ModelConfig
+
+
+class Form(NamedTuple):
+    """Storage of experts that differs from ours: functions of tensors whose dimension 0 is the experts."""
+
+    to_ours: Callable[[Tensor], Tensor]
+    to_theirs: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a published folder, by name: ``theirs`` equals ``ours[index]`` of our model bitwise."""
+
+    theirs: str
+    ours: str
+    index: Index = WHOLE
+    # another published tensor that this one must equal; folders may omit the copy
+    repeats: str | None = None
+    # False if our folders omit it
+    written: bool = True
+    # if set, ``form.to_ours(theirs)`` equals ``ours``
+    form: Form | None = None
+
+    def theirs_of(self, ours: Tensor) -> Tensor:
+        """Return the published tensor, given ``ours[index]``."""
+        return ours if self.form is None else self.form.to_theirs(ours)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Configuration format and tensor names of a model family."""
+
+    # model_type in config.json
+    name: str
+    architecture: str
+    attention: str
+    # our name of each attention tensor, keyed by its published name
+    attention_names: Callable[[ModelConfig], dict[str, str]]
+    read: Callable[[Keys], dict[str, Any]]
+    # the nearest config.json, which may not express all of the model
+    write: Callable[[ModelConfig], dict[str, Any]]
+    # a MoE block inside its layer
+    moe: str = "mlp"
+    # the router inside a MoE block
+    router: str = "gate"
+    # matrices of a routed expert; None if a layer's experts are one tensor
+    gate_up_down: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    # tensors of a layer's routed experts, given prefixes of their and our names; None: by ``gate_up_down``
+    experts: Callable[[ModelConfig, str, str], Iterable[Piece]] | None = None
+    # other model_types with the same code
+    aliases: tuple[str, ...] = ()
+    # values of config.json's attention_bias that are supported
+    attention_bias: tuple[bool, ...] = (False,)
+    # transformers requires hidden_size to be a multiple of num_attention_heads
+    whole_heads: bool = False
+    # supported quant_method of config.json's quantization_config
+    quantization: str = "fp8"

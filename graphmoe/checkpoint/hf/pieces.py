@@ -1,0 +1,93 @@
+"""Tensors of a published folder, each a part of one of our tensors."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from graphmoe.checkpoint.hf.family import Family, Piece
+from graphmoe.config.schema import AttentionBias, ModelConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FUSED = ".mlp.experts.gate_up_proj"
+"""Suffix of a tensor's name in folders of transformers 5, which store a layer's experts as one tensor."""
+
+
+def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
+    """Return all tensors of a published folder; those without ``repeats`` cover each element of ours once."""
+    if fused:
+        family = replace(family, moe="mlp", gate_up_down=None)
+    found = [
+        Piece(EMBEDDING, "embed.weight"),
+        Piece("model.norm.weight", "loss_head.norm.weight"),
+        _head(config),
+    ]
+    for i in range(config.num_layers):
+        found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=i < config.num_dense_layers)
+    for k in range(config.mtp_depth):
+        found += _mtp(family, config, f"model.layers.{config.num_layers + k}", f"mtp.{k}")
+    return found
+
+
+def _head(config: ModelConfig) -> Piece:
+    if config.tie_embeddings:
+        return Piece(HEAD, "embed.weight", repeats=EMBEDDING, written=False)
+    return Piece(HEAD, "loss_head.head.weight")
+
+
+def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
+    """Yield the tensors of a multi-token-prediction layer, with its copies of embedding and head."""
+    head = _head(config)
+    yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
+    yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")
+    yield Piece(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
+    yield Piece(f"{theirs}.eh_proj.weight", f"{ours}.proj.weight")
+    yield from _layer(family, config, theirs, f"{ours}.layer", dense=False)
+    yield Piece(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
+    yield Piece(f"{theirs}.shared_head.head.weight", head.ours, repeats=head.repeats or head.theirs)
+
+
+def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
+    for their_name, our_name in family.attention_names(config).items():
+        yield Piece(f"{theirs}.self_attn.{their_name}.weight", f"{ours}.attn.{our_name}.weight")
+    for letter in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
+        yield Piece(f"{theirs}.self_attn.{letter}_proj.bias", f"{ours}.attn.biases.{letter}")
+    if config.attention_sinks:
+        yield Piece(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks_H")
+    yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
+    block = f"{theirs}.{family.moe}"
+    their_norm = f"{theirs}.post_attention_layernorm.weight"
+    if dense:
+        yield Piece(their_norm, f"{ours}.mlp.norm.weight")
+        yield from _swiglu(block, f"{ours}.mlp", config.dense_ffn_size)
+        return
+    yield Piece(their_norm, f"{ours}.moe_router.norm.weight")
+    yield Piece(f"{block}.{family.router}.weight", f"{ours}.moe_router.gate.weight")
+    if config.router_bias:
+        yield Piece(f"{block}.{family.router}.bias", f"{ours}.moe_router.gate.bias")
+    if config.selection_bias:
+        yield Piece(f"{block}.{family.router}.e_score_correction_bias", f"{ours}.moe_router.selection_bias")
+    if config.shared_ffn_size:
+        yield from _swiglu(f"{block}.shared_experts", f"{ours}.shared_experts", config.shared_ffn_size)
+    yield from _experts(family, config, block, f"{ours}.moe_experts")
+
+
+def _experts(family: Family, config: ModelConfig, block: str, ours: str) -> Iterator[Piece]:
+    if family.experts is not None:
+        yield from family.experts(config, f"{block}.experts", ours)
+        return
+    if family.gate_up_down is None:
+        yield Piece(f"{block}.experts.gate_up_proj", f"{ours}.w_gate_up")
+        yield Piece(f"{block}.experts.down_proj", f"{ours}.w_down")
+        return
+    gate, up, down = family.gate_up_down
+    width = config.expert_ffn_size
+    for e in range(config.num_experts):
+        expert = f"{block}.experts.{e}"
+        yield Piece(f"{expert}.{gate}.weight", f"{ours}.w_gate_up", (e, slice(0, width)))
+        yield Piece(f"{expert}.{up}.weight", f"{ours}.w_gate_up", (e, slice(width, 2 * width)))
+        yield Piece(f"{expert}.{down}.weight", f"{ours}.w_down", (e,))
+
+
+def _swiglu(theirs: str, ours: str, width: int) -> Iterator[Piece]:
+    yield Piece(f"{theirs}.gate_proj.weight", f"{ours}.gate_up.weight", (slice(0, width),))
+    yield Piece(f"{theirs}.up_proj.weight", f"{ours}.gate_up.weight", (slice(width, 2 * width),))
+    yield Piece(f"{theirs}.down_proj.weight", f"{ours}.down.weight")

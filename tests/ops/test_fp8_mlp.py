@@ -288,7 +288,7 @@ def test_kernels_clamp_and_add_biases_as_the_plain_form_does(backend, recipe):
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [("rowwise", torch.bfloat16), ("mxfp8", torch.float32)], ids=str
 )
-def test_biases_and_their_gradients_are_those_of_fp64_within_8_bits(recipe, dtype):
+def test_biases_and_gradients_match_fp64_within_8_bits(recipe, dtype):
     shape = (48, 2, 5, 128, 96)
     tensors, plan, dy = layer(shape, dtype)
     x = torch.nn.functional.rms_norm(tensors[0], (128,))  # of one size, or many large h are near the limit

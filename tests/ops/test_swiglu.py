@@ -109,7 +109,7 @@ def test_clamps_and_biases_match_fp64_with_nan_in_dead_rows(backend, width, dtyp
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bound_passes_its_gradient_and_nan_and_values_beyond_do_not_get_lost(backend):
+def test_a_bound_passes_its_gradient_and_nan_stays(backend):
     h = torch.tensor([[7.0, 8.0, NAN, 1.0, 1.0, 1.0] + [7.0, -7.0, 1.0, NAN, 7.5, -7.5]])
     h, ends = h.to(device_of(backend)), torch.tensor([1], dtype=torch.int32, device=device_of(backend))
     a = forward(h, None, ends, None, 7.0)

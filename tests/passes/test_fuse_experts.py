@@ -86,7 +86,7 @@ def clamped(limit: float = 1.0, biased: bool = True):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("biased", "limit"), [(True, 1.0), (False, 1.0), (True, 0.0)], ids=str)
-def test_an_activation_that_the_model_calls_keeps_its_biases_and_limit(biased, limit, dtype):
+def test_an_activation_of_the_model_keeps_biases_and_limit(biased, limit, dtype):
     bias = random(E, 2 * WIDTH, seed=8, dtype=dtype)
     plain = traced(clamped(limit, biased), *expert_inputs(dtype), bias)
     fused, (_, activation, experts) = plain.rewritten(*BEHIND_PERMUTATION)

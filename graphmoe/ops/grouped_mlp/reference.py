@@ -60,7 +60,10 @@ class Backend(Protocol):
         """Return why device, dtype or ``sync_free`` rules the backend out; None if nothing does."""
 
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """Return the experts' output y_TD, and h_RH (gate and up, without biases) for the backward."""
+        """Return the experts' output y_TD, and h_RH (gate and up, without biases) for the backward.
+
+        Must apply ``experts.b_gate_up`` and ``experts.limit``, as ``dgrad`` must.
+        """
 
     def hidden(
         self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None

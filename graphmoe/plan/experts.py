@@ -29,9 +29,9 @@ from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import segments_of
 
 EXPERT_KEYS = (
-    "top_k", "expert_ffn_size", "shared_ffn_size", "score_function", "softmax_after_topk", "renormalise",
-    "routed_scale", "num_groups", "topk_groups", "group_score", "selection_bias", "bias_update_rate",
-    "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
+    "top_k", "expert_ffn_size", "shared_ffn_size", "shared_gate", "score_function", "softmax_after_topk",
+    "renormalise", "routed_scale", "num_groups", "topk_groups", "group_score", "selection_bias",
+    "bias_update_rate", "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package

@@ -66,6 +66,8 @@ OPTIONS = (  # of attention
     "model.window=5", "model.full_every=2", "model.attention_sinks=true", "model.attention_gate=true",
     "model.attention_bias=qkvo",
 )  # fmt: skip
+HALF_ROTARY = ("model.head_dim=8", "model.rotary_fraction=0.5")
+WHOLE = (*EIGHT_HEADS, *HALF_ROTARY, "model.qk_norm_whole=true", "model.shared_gate=true")
 GROUPS = ("model.num_groups=2", "model.renormalise=true")
 LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 NO_EXPERTS = (*GQA, "model.num_experts=0", "model.rope_scaling=llama3", "model.llama3_original_context=8")
@@ -83,6 +85,7 @@ FOUR = (
     Case(4, "pp=2 cp=2 ep=2", "1f1b", model=(MTP, *MASK)),
     Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS)),
     Case(4, "pp=2 tp=2", "1f1b", model=(*NO_EXPERTS, TIED)),
+    Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*WHOLE, "model.mtp_depth=1")),
     HOT,
 )
 LANES = Case(
@@ -138,6 +141,9 @@ TWO = (
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
 MORE_OF_FOUR = (
+    Case(4, "pp=2 ep=2", "1f1b", model=(*GQA, *HALF_ROTARY, "model.attention_bias=qkv", MTP)),
+    Case(4, "tp=4", "", SMALL, WHOLE, "traced"),
+    Case(4, f"cp=4 {RING}", "", SMALL, WHOLE), Case(4, f"tp=2 ep=2 {FSDP}", overrides=(AGAIN,), model=WHOLE),
     Case(4, "cp=2", model=(*NO_EXPERTS, *MASK), mode="traced"),
     Case(4, f"cp=2 tp=2 {RING}", model=NO_EXPERTS),
     Case(4, FSDP, overrides=(AGAIN,), model=(*NO_EXPERTS, TIED)),

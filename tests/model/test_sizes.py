@@ -23,7 +23,13 @@ def test_a_training_step_costs_the_stated_gflop_per_token(preset, gflop):
 def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
     model = replace(load_preset(preset), mtp_depth=0)
     active = count_parameters(model)["active"]
-    weights = active["body"] - active["router"] + model.vocab_size * model.hidden_size  # a tied head too
+    named = build_model(model, device="meta").named_parameters()
+    biases = sum(
+        parameter.numel() for name, parameter in named if ".biases." in name
+    )  # added, not multiplied
+    weights = (
+        active["body"] - active["router"] - biases + model.vocab_size * model.hidden_size
+    )  # a tied head too
     scores = forward_flops(model, 1024)["attention_scores"]
     assert flops_per_token(model, 1024) - 3 * scores == 6 * weights
 

@@ -104,6 +104,7 @@ REFUSED = {
     },
     "qwen3_8b": {"attention_bias": True, "attention_dropout": 0.1},
     "qwen3_30b_a3b": {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
+    "glm_4_5_air": {"hidden_act": "gelu", "attention_dropout": 0.1},
     "mixtral_8x7b": {"sliding_window": 4096, "router_jitter_noise": 0.1, "hidden_act": "relu"},
 }  # fmt: skip
 
@@ -121,6 +122,7 @@ def test_all_unsupported_values_are_named_at_once(name):
 
 YARN = PUBLISHED["deepseek_v3"]["rope_scaling"]
 FAMILIES = ("deepseek_v2", "deepseek_v3/kimi_k2", "llama", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES += ("glm4_moe",)
 LLAMA3 = PUBLISHED["llama3_8b"]["rope_scaling"]
 ROPES = [
     ({"type": "linear", "factor": 2.0}, 'rope_type="linear"'),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.tensor_files import WHOLE, Index
-from graphmoe.config.schema import ModelConfig
+from graphmoe.config.schema import AttentionBias, ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FUSED = ".mlp.experts.gate_up_proj"
@@ -62,6 +62,8 @@ def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterato
 def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
     for their_name, our_name in family.attention_names(config).items():
         yield Piece(f"{theirs}.self_attn.{their_name}.weight", f"{ours}.attn.{our_name}.weight")
+    for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
+        yield Piece(f"{theirs}.self_attn.{name}_proj.bias", f"{ours}.attn.biases.{name}")
     yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
     block = f"{theirs}.{family.moe}"
     their_norm = f"{theirs}.post_attention_layernorm.weight"

@@ -122,7 +122,7 @@ def test_all_unsupported_values_are_named_at_once(name):
 
 YARN = PUBLISHED["deepseek_v3"]["rope_scaling"]
 FAMILIES = ("deepseek_v2", "deepseek_v3/kimi_k2", "llama", "qwen3", "qwen3_moe", "mixtral")
-FAMILIES += ("glm4_moe",)
+FAMILIES += ("glm4_moe", "bailing_moe_v2/bailing_moe")
 LLAMA3 = PUBLISHED["llama3_8b"]["rope_scaling"]
 ROPES = [
     ({"type": "linear", "factor": 2.0}, 'rope_type="linear"'),

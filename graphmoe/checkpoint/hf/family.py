@@ -16,7 +16,7 @@ class Family:
     name: str
     architecture: str
     attention: str
-    # our name of each attention tensor, keyed by its published name
+    # our name of each attention tensor, keyed by its published name; several names: their rows stacked
     attention_names: Callable[[ModelConfig], dict[str, str]]
     read: Callable[[Keys], dict[str, Any]]
     # the nearest config.json, which may not express all of the model
@@ -29,5 +29,9 @@ class Family:
     aliases: tuple[str, ...] = ()
     # values of config.json's attention_bias that are supported
     attention_bias: tuple[bool, ...] = (False,)
+    # parts of tensor names that differ from those of `pieces`, and what the family has instead
+    renames: tuple[tuple[str, str], ...] = ()
+    # a multi-token-prediction layer repeats embedding and head
+    mtp_copies: bool = True
     # transformers requires hidden_size to be a multiple of num_attention_heads
     whole_heads: bool = False

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from graphmoe.checkpoint.hf.differences import same_function
-from graphmoe.checkpoint.hf.families import deepseek, glm4_moe, llama, mixtral, qwen3_moe
+from graphmoe.checkpoint.hf.families import bailing, deepseek, glm4_moe, llama, mixtral, qwen3_moe
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION
@@ -17,7 +17,7 @@ FAMILIES = (
     llama.LLAMA, llama.QWEN3,
     qwen3_moe.QWEN3_MOE,
     mixtral.MIXTRAL,
-    glm4_moe.GLM4_MOE,
+    bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
 )  # fmt: skip
 """Families in the order in which a model to write tries them; each has its own file here."""
 

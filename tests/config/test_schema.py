@@ -146,6 +146,7 @@ BALANCE = {
     "kimi": (AuxLoss.sequence, 0.001),
     "glm": (AuxLoss.sequence, 0.0001),
     "ling": (AuxLoss.sequence, 0.001),
+    "minimax": (AuxLoss.sequence, 0.001),
     "qwen3": (AuxLoss.global_batch, 0.001),
     "moe": (AuxLoss.sequence, 0.001),
     "mixtral_8x7b": (AuxLoss.micro_batch, 0.00125),  # 0.02 of one loss over all layers, * top_k 2 / 32 layers

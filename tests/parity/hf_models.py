@@ -163,6 +163,10 @@ CASES = {
         "Glm4Moe", (21, 2), (4, 4, 16, 5, 2, 5), 1, 1, (1, 70), **groups(1, 1),
         **yarn(factor=4.0, partial_rotary_factor=0.5),
     ),
+    "minimax": grouped("MiniMaxM2", (33, 2), (6, 2, 12, 9, 3, 7), (1, 19), rotary_dim=6),
+    "minimax_odd": grouped(
+        "MiniMaxM2", (21, 3), (5, 1, 14, 7, 4, 9), (1, 23), rms_norm_eps=1e-5, **part(6 / 14, 500.0)
+    ),
     "mixtral": grouped("Mixtral", (32, 2), (4, 2, None, 8, 2, 15)),
     "mixtral_odd": grouped("Mixtral", (25, 3), (9, 3, 6, 3, 3, 17), (1, 23), **default_rope(777.0)),
 }  # fmt: skip
@@ -170,6 +174,7 @@ for name in (
     "v2_plain",
     "v3_no_shared_experts",
     "glm_air",
+    "minimax",
     "qwen3_one_kv_head",
     "mixtral",
     "llama_scaled",

@@ -238,7 +238,12 @@ def test_fused_matrices_in_fp8_are_read_again(tmp_path):
 
 
 PUBLISHED = {"ling_mini_2": LING, "ling_flash_2": LING | FLASH}
-ACTIVE = {"ling_mini_2": (16.3, 0.789), "ling_flash_2": (103, 4.8), "glm_4_5_air": (106, 12)}
+ACTIVE = {
+    "ling_mini_2": (16.3, 0.789),
+    "ling_flash_2": (103, 4.8),
+    "glm_4_5_air": (106, 12),
+    "minimax_m2": (230, 10),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

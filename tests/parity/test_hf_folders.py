@@ -54,7 +54,7 @@ def refused(folder, match=None):
 
 
 @pytest.mark.parametrize("how", [{"max_shard_size": "20KB"}, {"save_original_format": False}], ids=str)
-@pytest.mark.parametrize("case", ["v3_moonlight", "v2_plain", "qwen3_renormalised", "mixtral"])
+@pytest.mark.parametrize("case", ["v3_moonlight", "v2_plain", "qwen3_renormalised", "mixtral", "minimax"])
 def test_shards_and_experts_in_one_tensor_are_read_as_one_file(tmp_path, case, how):
     model = random_model(CASES[case])
     model.save_pretrained(tmp_path / "hf")

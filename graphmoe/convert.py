@@ -164,6 +164,10 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     layout = own_pieces(shapes) if family is None else pieces(family, named)
     entries = [*entries_of(layout, shapes, dtypes, source.read)]
     if args.quantise is Quantise.fp8_block:
+        if family is not None and family.quantization != "fp8":
+            raise ConfigError(
+                f"quantise={args.quantise} is not a form of {family.name} folders; use quantise=none"
+            )
         entries = [*in_fp8(entries)]
     with counting("writing", sum(entry.num_bytes for entry in entries)) as on_bytes:
         max_bytes = parse_size("max_shard_size", args.max_shard_size, least=1)

@@ -38,8 +38,10 @@ ops = torch.ops.graphmoe
 
 def fuse_activation(graph: fx.Graph) -> Rewrites:
     """Replace silu(gate) * up [* weight] between grouped GEMMs by `swiglu`."""
-    silus = calls(graph, aten.silu)
-    return rewrite(_replace, ((s,) for s in silus), f"{len(silus)} silu, none of a half of a grouped product")
+    silus, own = calls(graph, aten.silu), calls(graph, ops.swiglu)
+    absent = f"{len(silus)} silu, none of a half of a grouped product"
+    found = rewrite(_replace, ((s,) for s in silus), "the model calls swiglu" if own else absent)
+    return found._replace(expected=not own)
 
 
 def _replace(silu: Node) -> str | None:

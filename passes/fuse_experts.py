@@ -49,15 +49,18 @@ def _replace(unpermute: Node, backend: str, keep: bool) -> str | None:
     found = _experts(unpermute)
     if isinstance(found, str):
         return found
-    x, w_gate_up, w_down, weight, *plan = found
+    x, w_gate_up, w_down, weight, *plan, bias, limit = found
     weight = viewed(unpermute, weight, *shape(plan[1]))
     weight = cast(unpermute, weight, torch.promote_types(value(x).dtype, torch.float32))
     (w_gate_up, w_down), replicas = _own_and_replicas(_straight(w_gate_up), _straight(w_down))
     # The operation reduces their gradients to the owner.
     more = [put(unpermute, aten.detach.default, each) for each in replicas[1:]] if keep else []
     replicas = [*replicas[:1], *more]
+    rest: list[Any] = [*replicas]
+    if bias is not None or limit:
+        rest += [*[None] * (3 - len(rest)), bias, limit]
     weights, call = (w_gate_up, w_down, weight), ops.grouped_mlp.default
-    y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, *replicas, like=unpermute)
+    y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, *rest, like=unpermute)
     unpermute.replace_all_uses_with(y)
     return None
 
@@ -104,7 +107,8 @@ def _experts(unpermute: Node) -> tuple[Node, ...] | str:
         if not found or [origin(each) for each in operands(gather)[1:]] != [slot, row, ends]:
             return f"{name_of(of_rows)} is not a gather of the weights by the plan"
         weight = operand(gather)
-    return operand(permute), operand(up, 1), operand(down, 1), weight, slot, row, ends
+    clamp = argument(swiglu, 3, "bias_EH"), argument(swiglu, 4, "limit", 0.0)
+    return operand(permute), operand(up, 1), operand(down, 1), weight, slot, row, ends, *clamp
 
 
 def _straight(weight: Node) -> Node:

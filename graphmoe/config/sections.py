@@ -104,6 +104,8 @@ class ModelConfig:
     """YaRN: rotations above which frequencies are kept, > yarn_beta_slow."""
     yarn_beta_slow: Annotated[float, POSITIVE] = 1.0
     """YaRN: rotations below which frequencies are divided by the factor, > 0."""
+    yarn_truncate: bool = True
+    """YaRN: round the ramp's ends outwards to whole rotation pairs; gpt-oss does not."""
     yarn_mscale: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
     """YaRN: magnitude coefficient of rotated parts, >= 0."""
     yarn_mscale_all_dim: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
@@ -132,6 +134,12 @@ class ModelConfig:
     """Shared experts' total intermediate width; 0: none."""
     shared_gate: bool = False
     """Multiply the shared experts' output by the sigmoid of a trained gate (Qwen3-Next)."""
+    expert_bias: bool = False
+    """Biases of gate, up and down of routed experts (gpt-oss)."""
+    swiglu_limit: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
+    """Routed experts' clamp of gate and up, then (up + 1) * gate * sigmoid(1.702 * gate); 0: SwiGLU."""
+    router_bias: bool = False
+    """Trained bias of router logits (gpt-oss)."""
     score_function: ScoreFunction = ScoreFunction.softmax
     """Router scores, fp32: softmax or sigmoid of the logits."""
     softmax_after_topk: bool = False

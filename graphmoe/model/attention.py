@@ -294,8 +294,9 @@ def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
         turns_P = config.llama3_original_context * kept_P / (2 * math.pi)
         share_P = ((turns_P - least) / (most - least)).clamp(0, 1)
         return kept_P * share_P + kept_P / config.llama3_factor * (1 - share_P)
-    low = math.floor(_pair_of_rotations(config, dim, config.yarn_beta_fast))
-    high = math.ceil(_pair_of_rotations(config, dim, config.yarn_beta_slow))
+    low, high = (_pair_of_rotations(config, dim, n) for n in (config.yarn_beta_fast, config.yarn_beta_slow))
+    if config.yarn_truncate:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     pair_P = torch.arange(dim // 2, dtype=torch.float32)
     # if high < low no full rotation fits: the published codes keep every frequency then

@@ -76,7 +76,7 @@ def init_weights(
             continue
         if parameter in norms:
             parameter.fill_(1.0)
-        elif ".biases." in name:
+        elif ".biases." in name or name.endswith("gate.bias") or layout_of(parameter).is_bias:
             parameter.zero_()
         elif parameter in experts:
             _init_experts(parameter, name, std, seed, layout, rank)

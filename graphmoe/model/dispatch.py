@@ -88,8 +88,8 @@ class BoundedPath(nn.Module):
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        weights = self.experts.w_gate_up, self.experts.w_down
-        routed_TD, received_load = _Path.apply(self.dispatcher, work, *weights, *tensors)
+        weights = [*self.experts.parameters()]
+        routed_TD, received_load = _Path.apply(self.dispatcher, work, len(weights), *weights, *tensors)
         return routed_TD, received_load
 
 
@@ -113,7 +113,7 @@ class _Steps:
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
         # recomputed: the path saves only its inputs
-        found = self._gradients((self._experts.w_gate_up, self._experts.w_down), dy_CD, *chunk)
+        found = self._gradients([*self._experts.parameters()], dy_CD, *chunk)
         for total, gradient in zip(into, found, strict=True):
             total.add_(gradient)
 
@@ -132,15 +132,28 @@ class _Fused:
         return y_CD
 
     def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
-        _, dh_CD, dweight_CK, _, _ = self._backward(dy_CD, *chunk)
+        (_, *plan), dh_CD, dweight_CK, _, _ = self._backward(dy_CD, *chunk)
+        if self._experts.b_down is not None:
+            dweight_CK = dweight_CK + self._of_down_bias(dy_CD, chunk[1], *plan)[0]
         return dh_CD, dweight_CK
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
         plan, _, _, dh_RH, a_RF = self._backward(dy_CD, *chunk)
         if len(dh_RH):
             torch.ops.graphmoe.grouped_mlp_wgrad_into(
-                dy_CD, chunk[0], dh_RH, a_RF, *plan, *into, self._backend, True
+                dy_CD, chunk[0], dh_RH, a_RF, *plan, *into[:2], self._backend, True
             )
+        if of_biases := into[2:]:
+            of_biases[0].add_(torch.ops.graphmoe.expert_sums(dh_RH, plan[2]))
+            of_biases[1].add_(self._of_down_bias(dy_CD, chunk[1], *plan[1:])[1])
+
+    def _of_down_bias(self, dy_CD: Tensor, weight_CK: Tensor, *plan: Tensor) -> tuple[Tensor, ...]:
+        of_experts = self._experts.b_down
+        assert of_experts is not None
+        with torch.enable_grad():
+            weight_CK = weight_CK.detach().requires_grad_()
+            bias_CD = self._experts.down_bias(weight_CK, *plan)
+        return torch.autograd.grad(bias_CD, (weight_CK, of_experts), dy_CD)
 
     def _backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Any, ...]:
         h_CD, weight_CK, number_CK = chunk
@@ -150,9 +163,9 @@ class _Fused:
         if len(slot_R) == 0:  # vendor kernels may refuse empty inputs
             nothing = h_CD.new_empty(0, weights[0].shape[1]), h_CD.new_empty(0, weights[1].shape[2])
             return plan, torch.zeros_like(h_CD), torch.zeros_like(weight_CK), *nothing
-        ops = torch.ops.graphmoe
+        ops, more = torch.ops.graphmoe, self._experts.of_gate_up
         h_RH = ops.grouped_mlp_hidden(h_CD, weights[0], *plan, self._backend)
-        return plan, *ops.grouped_mlp_dgrad(dy_CD, h_RH, *weights, weight_CK, *plan, self._backend)
+        return plan, *ops.grouped_mlp_dgrad(dy_CD, h_RH, *weights, weight_CK, *plan, self._backend, **more)
 
 
 class _Path(torch.autograd.Function):
@@ -160,15 +173,11 @@ class _Path(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        dispatcher: Dispatcher,
-        work: _Steps | _Fused,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        *tensors: Tensor,
+        ctx: Any, dispatcher: Dispatcher, work: _Steps | _Fused, num_weights: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        weights, tensors = tensors[:num_weights], tensors[num_weights:]
         h_TD, weight_TK, expert_TK, *plan = tensors
-        ctx.dispatcher, ctx.work, ctx.shapes = dispatcher, work, (w_gate_up.shape, w_down.shape)
+        ctx.dispatcher, ctx.work, ctx.shapes = dispatcher, work, [weight.shape for weight in weights]
         ctx.save_for_backward(*tensors)
         h_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
         routed_ND = torch.empty_like(h_ND)
@@ -194,7 +203,7 @@ class _Path(torch.autograd.Function):
             dh_ND[rows], dweight_NK[rows] = work.backward(dy_ND[rows], *chunk)
         dh_TD = dispatcher.combine(dh_ND, *plan, *handle)
         dweight_TK = dispatcher.combine(dweight_NK, *plan, *handle)
-        return None, None, *dweights, dh_TD, dweight_TK, *[None] * (1 + len(plan))
+        return None, None, None, *dweights, dh_TD, dweight_TK, *[None] * (1 + len(plan))
 
 
 def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,7 +221,7 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
         ctx.work.weight_gradients(into, dy_ND[rows], *(x[rows] for x in received[:2]), numbers)
     if totals:
         report_added(totals)
-        return None, None
+        return (None,) * len(into)
     return tuple(gradient.to(dy_ND.dtype) for gradient in into)
 
 
@@ -249,7 +258,7 @@ def _by_expert(number_NK: Tensor, num_experts: int, dispatcher: Dispatcher) -> I
 def _groups(counts: Sequence[int], room: Load) -> Iterator[tuple[int, int]]:
     first, slots = 0, 0
     for expert, count in enumerate(counts):
-        if expert > first and slots + count > room.slots:
+        if slots and slots + count > room.slots:
             yield first, expert
             first, slots = expert, 0
         slots += count

@@ -5,11 +5,13 @@ order; *slot*: token * K + k), F expert width, N received tokens, L local expert
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import graphmoe.ops.swiglu  # noqa: F401  # registers the operation
 from graphmoe.config.schema import AuxLoss, ModelConfig, MoEConfig
 from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
 from graphmoe.ops import router as ops
@@ -42,7 +44,7 @@ class Router(nn.Module):
         self.config, self.execution = config, execution
         self.sharing, self.dp = layout.size("cp_tp"), layout.dp
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=config.router_bias)
         zeros_E = torch.zeros(config.num_experts)
         self.register_buffer("selection_bias", zeros_E if config.selection_bias else None)
         # Slots of the step's earlier micro-batches, for the balance loss over the global batch.
@@ -74,6 +76,8 @@ class Router(nn.Module):
         h_TD = self.norm(x_BSD).flatten(0, 1)
         # bf16 logits would flip the choice between near-equal experts.
         logits_TE = F.linear(h_TD.float(), self.gate.weight.float())
+        if self.gate.bias is not None:
+            logits_TE = logits_TE + self.gate.bias.float()
         scores_TE = ops.scores_of(logits_TE, self.config.score_function)
         expert_TK = self._choose(scores_TE.detach())
         how = self.config.renormalise, self.config.softmax_after_topk, self.config.routed_scale
@@ -182,6 +186,9 @@ class Experts(nn.Module):
 
     GATE_UP = ParameterLayout((Cut(0, "ep"), Cut(1, "etp", pieces=2)), "edp")
     DOWN = ParameterLayout((Cut(0, "ep"), Cut(2, "etp")), "edp")
+    BIAS = ParameterLayout((Cut(0, "ep"),), "edp", is_bias=True)
+    b_gate_up: nn.Parameter | None
+    b_down: nn.Parameter | None
     assumed_rows: int | None = None
     """Rows that ``received`` assumes in a dry run; None: the real count."""
 
@@ -193,16 +200,23 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(experts, width, inner))
         self.w_gate_up.parallel = self.GATE_UP  # type: ignore[attr-defined]
         self.w_down.parallel = self.DOWN  # type: ignore[attr-defined]
+        self.limit = config.swiglu_limit
+        for name, size in (("b_gate_up", 2 * inner), ("b_down", width)):
+            bias = nn.Parameter(torch.empty(experts, size)) if config.expert_bias else None
+            self.register_parameter(name, bias)
+            if bias is not None:
+                bias.parallel = self.BIAS  # type: ignore[attr-defined]
 
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, ends_E: Tensor, row_TK: Tensor, slot_R: Tensor
     ) -> Tensor:
         """Return each token's weighted sum of expert outputs [T, D]; all experts are local."""
         h_RD = permute(h_TD, slot_R, row_TK)
-        gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_E).chunk(2, dim=-1)
+        h_RH = grouped_mm(h_RD, self.w_gate_up, ends_E)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
-        act_RF = _activation(gate_RF, up_RF, weight_R1)
-        return unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
+        act_RF = self._activation(h_RH, weight_R1, ends_E)
+        y_TD = unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
+        return self._plus_bias(y_TD, weight_TK, row_TK, ends_E)
 
     def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
         """Return weighted sums over local experts [N, D]. Syncs the device once.
@@ -227,11 +241,12 @@ class Experts(nn.Module):
         # with replicas, a collective over ep in forward and backward
         w_gate_up, w_down = (with_replicas(w, expert_RS) for w in (self.w_gate_up, self.w_down))
         h_RD = torch.ops.graphmoe.permute(h_ND, slot_R, row_NK, ends_L)
-        gate_RF, up_RF = grouped_mm(h_RD, w_gate_up, ends_L).chunk(2, dim=-1)
+        h_RH = grouped_mm(h_RD, w_gate_up, ends_L)
         row_S1 = row_NK.reshape(-1, 1)
         weight_R1 = torch.ops.graphmoe.permute(weight_NK.reshape(-1, 1), slot_R, row_S1, ends_L)
-        act_RF = _activation(gate_RF, up_RF, weight_R1)
-        return torch.ops.graphmoe.unpermute(grouped_mm(act_RF, w_down, ends_L), slot_R, row_NK, ends_L, None)
+        y_RD = grouped_mm(self._activation(h_RH, weight_R1, ends_L), w_down, ends_L)
+        y_ND = torch.ops.graphmoe.unpermute(y_RD, slot_R, row_NK, ends_L, None)
+        return self._plus_bias(y_ND, weight_NK, row_NK, ends_L)
 
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
@@ -241,9 +256,11 @@ class Experts(nn.Module):
         if len(slot_R) == 0:
             return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs
         arguments = (h_ND, self.w_gate_up, self.w_down, weight_NK, slot_R, row_NK, ends_L)
-        if totals:
-            return grouped_mlp_into(totals, backend, *arguments)
-        return torch.ops.graphmoe.grouped_mlp(*arguments, backend)[0]
+        if totals:  # of weights, then biases, whose gradients autograd adds
+            y_ND = grouped_mlp_into(totals[:2], backend, *arguments, **self.of_gate_up)
+        else:
+            y_ND = torch.ops.graphmoe.grouped_mlp(*arguments, backend, **self.of_gate_up)[0]
+        return self._plus_bias(y_ND, weight_NK, row_NK, ends_L)
 
     def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return end rows [L], each slot's row [N, K] (-1: not local), each row's slot [R]."""
@@ -252,10 +269,32 @@ class Experts(nn.Module):
         rows = int(ends_L[-1]) if self.assumed_rows is None else self.assumed_rows
         return ends_L, row_NK, slot_R[:rows]
 
+    def _activation(self, h_RH: Tensor, weight_R1: Tensor, ends_L: Tensor) -> Tensor:
+        gate_RF, up_RF = h_RH.chunk(2, dim=-1)
+        with part("moe_act"):
+            if self.b_gate_up is not None or self.limit:
+                return torch.ops.graphmoe.swiglu(h_RH, weight_R1, ends_L, self.b_gate_up, self.limit)
+            return (F.silu(gate_RF) * up_RF * weight_R1).to(gate_RF.dtype)
 
-def _activation(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor) -> Tensor:
-    with part("moe_act"):
-        return (F.silu(gate_RF) * up_RF * weight_R1).to(gate_RF.dtype)
+    @property
+    def of_gate_up(self) -> dict[str, Any]:
+        """Arguments of ``graphmoe::grouped_mlp`` for other activations than SwiGLU."""
+        return {"b_gate_up": self.b_gate_up, "limit": self.limit}
+
+    def _plus_bias(self, y_ND: Tensor, weight_NK: Tensor, row_NK: Tensor, ends_L: Tensor) -> Tensor:
+        return y_ND if self.b_down is None else y_ND + self.down_bias(weight_NK, row_NK, ends_L)
+
+    def down_bias(self, weight_NK: Tensor, row_NK: Tensor, ends_L: Tensor) -> Tensor:
+        """Return each token's weighted sum of its local experts' biases of down [N, D]. No device sync.
+
+        Rows -1 count nothing: their weights, and gradients of tokens that have no other, may be NaN.
+        """
+        assert self.b_down is not None
+        row_NK1, starts_L = row_NK.unsqueeze(2), F.pad(ends_L[:-1], (1, 0))
+        is_of_NKL = (row_NK1 >= starts_L) & (row_NK1 < ends_L)
+        weight_NL = torch.where(is_of_NKL, weight_NK.unsqueeze(2), 0.0).sum(dim=1)
+        bias_ND = weight_NL.to(self.b_down.dtype) @ self.b_down
+        return bias_ND.masked_fill((row_NK < 0).all(dim=1, keepdim=True), 0.0)
 
 
 class SwiGLU(nn.Module):

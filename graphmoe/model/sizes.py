@@ -47,7 +47,7 @@ def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
     counts = {"total": Counter[str](), "active": Counter[str]()}
     for name, weight in _named_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
         component = next((component for part, component in COMPONENTS.items() if part in name), "norms")
-        size, of_experts = weight.numel(), weight.dim() == 3  # one matrix for each expert
+        size, of_experts = weight.numel(), "moe_experts." in name
         counts["total"][component] += size
         counts["active"][component] += size * model.top_k // model.num_experts if of_experts else size
 

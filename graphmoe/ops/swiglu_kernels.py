@@ -9,12 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.ops import num_warps, tile
+from graphmoe.ops.swiglu import STEEPNESS
 
 THREADS, TILE, WIDTH = 256, 2048, 512  # 512 columns leave few lanes idle at any width
 MAX_ROWS = 64
+SUM_ROWS, SUM_COLUMNS = 64, 64  # of a step of `expert_sums`
+STEEP = tl.constexpr(STEEPNESS)
 
 
-def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
+def forward(
+    h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor, bias_EH: Tensor | None = None, limit: float = 0.0
+) -> Tensor:
     rows, width = h_RH.shape[0], h_RH.shape[1] // 2
     a_RF = h_RH.new_empty(rows, width)
     tile_rows, tile_columns = tile(width, TILE, WIDTH, MAX_ROWS)
@@ -22,36 +27,91 @@ def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
     if programs:
         # a grid for all rows: programs of dead rows read the live count and exit
         _forward_kernel[(programs,)](
-            h_RH.contiguous(), None if weight_R is None else weight_R.contiguous(), ends_E, a_RF,
+            h_RH.contiguous(), _contiguous(weight_R), _contiguous(bias_EH), ends_E, a_RF,
             len(ends_E), rows, width,
-            ROWS=tile_rows, COLUMNS=tile_columns, num_warps=num_warps(THREADS),
+            LIMIT=limit, BLOCK_E=block_of_ends(ends_E, bias_EH), ROWS=tile_rows, COLUMNS=tile_columns,
+            num_warps=num_warps(THREADS),
         )  # fmt: skip
     return a_RF
 
 
-def backward(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor, bias_EH: Tensor | None = None,
+    limit: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, width = da_RF.shape
     dh_RH = h_RH.new_empty(h_RH.shape)
     if weight_R is None:
         dweight_R = torch.empty(0, dtype=torch.float32, device=h_RH.device)
     else:
-        weight_R = weight_R.contiguous()
         dweight_R = weight_R.new_empty(weight_R.shape)
     tile_rows, tile_columns = tile(width, TILE, WIDTH, MAX_ROWS)
     if rows:
         # one program owns a row, so the sum in dweight has one order
         _backward_kernel[(triton.cdiv(rows, tile_rows),)](
-            da_RF.contiguous(), h_RH.contiguous(), weight_R, ends_E, dh_RH, dweight_R, len(ends_E), rows,
-            width,
-            ROWS=tile_rows, COLUMNS=tile_columns, num_warps=num_warps(THREADS),
+            da_RF.contiguous(), h_RH.contiguous(), _contiguous(weight_R), _contiguous(bias_EH), ends_E, dh_RH,
+            dweight_R, len(ends_E), rows, width,
+            LIMIT=limit, BLOCK_E=block_of_ends(ends_E, bias_EH), ROWS=tile_rows, COLUMNS=tile_columns,
+            num_warps=num_warps(THREADS),
         )  # fmt: skip
     return dh_RH, dweight_R
 
 
+def expert_sums(x_RC: Tensor, ends_E: Tensor) -> Tensor:
+    E, C = len(ends_E), x_RC.shape[1]
+    sums_EC = torch.empty(E, C, dtype=torch.float32, device=x_RC.device)
+    if sums_EC.numel():
+        _sums_kernel[(triton.cdiv(C, SUM_COLUMNS), E)](
+            x_RC.contiguous(), ends_E, sums_EC, C,
+            ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=num_warps(128),
+        )  # fmt: skip
+    return sums_EC
+
+
+def block_of_ends(ends_E: Tensor, bias_EH: Tensor | None) -> int:
+    """Return BLOCK_E of `experts_of`; any without a bias."""
+    return 1 if bias_EH is None else triton.next_power_of_2(len(ends_E))
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+@triton.jit
+def experts_of(row, is_row, ends_ptr, experts, BLOCK_E: tl.constexpr):
+    """Return the expert of each row, 0 for dead ones: the number of experts that end at or before it."""
+    known = tl.arange(0, BLOCK_E)
+    ends = tl.load(ends_ptr + known, known < experts, other=2**31 - 1)
+    return tl.where(is_row, tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def clamped(gate, up, LIMIT: tl.constexpr):
+    """Return gate and up as they are multiplied, and the argument of the sigmoid; NaN stays."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1
+        return gate, up, gate * STEEP
+    else:
+        return gate, up, gate
+
+
+@triton.jit
+def gradients(da, gate, up, factor, sigmoid, silu, LIMIT: tl.constexpr):
+    """Return the gradients of gate and up; ``factor`` and ``silu`` follow `clamped`, gate and up do not."""
+    if LIMIT > 0:
+        dup = tl.where(tl.abs(up) > LIMIT, 0.0, da) * silu
+        dgate = tl.where(gate > LIMIT, 0.0, da) * factor
+        return dgate * (sigmoid + STEEP * silu * (1 - sigmoid)), dup
+    else:
+        return da * factor * (sigmoid + silu * (1 - sigmoid)), da * silu
+
+
 @triton.jit
 def _forward_kernel(
-    h_RH, weight_R, ends_E, a_RF, experts, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    h_RH, weight_R, bias_EH, ends_E, a_RF, experts, rows, width,
+    LIMIT: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     live = tl.minimum(tl.load(ends_E + experts - 1), rows)
     across = tl.cdiv(width, COLUMNS)
     first = (tl.program_id(0) // across) * ROWS
@@ -62,7 +122,12 @@ def _forward_kernel(
         at = h_RH + row.to(tl.int64)[:, None] * (2 * width) + column
         gate = tl.load(at, inside, other=0.0).to(tl.float32)
         up = tl.load(at + width, inside, other=0.0).to(tl.float32)
-        a = gate * tl.sigmoid(gate) * up
+        if bias_EH is not None:
+            bias_at = experts_of(row, row < live, ends_E, experts, BLOCK_E)[:, None] * (2 * width) + column
+            gate += tl.load(bias_EH + bias_at, inside, other=0.0).to(tl.float32)
+            up += tl.load(bias_EH + bias_at + width, inside, other=0.0).to(tl.float32)
+        gate, up, steep = clamped(gate, up, LIMIT)
+        a = gate * tl.sigmoid(steep) * up
         if weight_R is not None:
             a *= tl.load(weight_R + row, row < live, other=0.0).to(tl.float32)[:, None]
         to = a_RF + row.to(tl.int64)[:, None] * width + column
@@ -71,8 +136,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    da_RF, h_RH, weight_R, ends_E, dh_RH, dweight_R, experts, rows, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    da_RF, h_RH, weight_R, bias_EH, ends_E, dh_RH, dweight_R, experts, rows, width,
+    LIMIT: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     live = tl.minimum(tl.load(ends_E + experts - 1), rows)
     first = tl.program_id(0) * ROWS
@@ -82,6 +147,8 @@ def _backward_kernel(
         narrow_at, wide_at = row.to(tl.int64)[:, None] * width, row.to(tl.int64)[:, None] * (2 * width)
         if weight_R is not None:
             weight = tl.load(weight_R + row, is_row, other=0.0).to(tl.float32)[:, None]
+        if bias_EH is not None:
+            bias_at = experts_of(row, is_row, ends_E, experts, BLOCK_E)[:, None] * (2 * width)
         dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, width, COLUMNS):
             column = (start + tl.arange(0, COLUMNS))[None, :]
@@ -89,14 +156,33 @@ def _backward_kernel(
             da = tl.load(da_RF + narrow_at + column, inside, other=0.0).to(tl.float32)
             gate = tl.load(h_RH + wide_at + column, inside, other=0.0).to(tl.float32)
             up = tl.load(h_RH + wide_at + width + column, inside, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(gate)
-            silu = gate * sigmoid
+            if bias_EH is not None:
+                gate += tl.load(bias_EH + (bias_at + column), inside, other=0.0).to(tl.float32)
+                up += tl.load(bias_EH + (bias_at + column + width), inside, other=0.0).to(tl.float32)
+            near, factor, steep = clamped(gate, up, LIMIT)
+            sigmoid = tl.sigmoid(steep)
+            silu = near * sigmoid
             if weight_R is not None:
-                dweight += da * silu * up
+                dweight += da * silu * factor
                 da *= weight
-            dgate = da * up * (sigmoid + silu * (1 - sigmoid))
+            dgate, dup = gradients(da, gate, up, factor, sigmoid, silu, LIMIT)
             dtype = dh_RH.dtype.element_ty
             tl.store(dh_RH + wide_at + column, dgate.to(dtype), inside)
-            tl.store(dh_RH + wide_at + width + column, (da * silu).to(dtype), inside)
+            tl.store(dh_RH + wide_at + width + column, dup.to(dtype), inside)
         if weight_R is not None:
             tl.store(dweight_R + row, tl.sum(dweight, 1).to(dweight_R.dtype.element_ty), is_row)
+
+
+@triton.jit
+def _sums_kernel(x_RC, ends_E, sums_EC, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # one program owns columns of an expert, so each sum has one order
+    expert = tl.program_id(1)
+    start, end = tl.load(ends_E + expert - 1, expert > 0, other=0), tl.load(ends_E + expert)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < end)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        total += tl.load(x_RC + at, inside, other=0.0).to(tl.float32)
+    tl.store(sums_EC + expert * columns + column, tl.sum(total, 0), column < columns)

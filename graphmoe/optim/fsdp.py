@@ -69,7 +69,7 @@ class ShardedOptimizer(StepOptimizer):
         norm = self._over_ranks(norm_of([*gradients.values()]))
         scalars = self._scalars(norm, loss.detach().float(), self.applied, self.void, self._numbers)
         for decayed in (True, False):
-            names = [n for n, own in self.main.items() if decays(own) is decayed and own.numel()]
+            names = [n for n, own in self.main.items() if decays(self.weights[n]) is decayed and own.numel()]
             if names:
                 kinds = (self.main, gradients, *self.moments.values())
                 main, gradient, *moments = ([kind[name] for name in names] for kind in kinds)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from graphmoe.plan.layout import layout_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,7 +19,7 @@ ALIGNMENT = 64
 
 def decays(weight: Tensor) -> bool:
     """Return whether weight decay applies: to matrices and experts, not to norms and biases."""
-    return weight.dim() > 1
+    return weight.dim() > 1 and not layout_of(weight).is_bias
 
 
 # parts of the names of parameters that are updated by element, whatever their shape
@@ -41,7 +43,7 @@ def matrices_of(name: str, weight: Tensor) -> Matrices | None:
 
     Matrices are those of Hugging Face folders: each expert's, with stacked gate and up rows apart.
     """
-    if weight.dim() not in (2, 3) or any(part in name for part in _BY_ELEMENT):
+    if not decays(weight) or any(part in name for part in _BY_ELEMENT):
         return None
     rows, columns = weight.shape[-2:]
     return Matrices(rows // 2 if "gate_up" in name else rows, columns)

@@ -29,11 +29,13 @@ from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import segments_of
 
 EXPERT_KEYS = (
-    "top_k", "expert_ffn_size", "shared_ffn_size", "shared_gate", "score_function", "softmax_after_topk",
+    "top_k", "expert_ffn_size", "shared_ffn_size", "shared_gate", "expert_bias", "swiglu_limit",
+    "router_bias", "score_function", "softmax_after_topk",
     "renormalise", "routed_scale", "num_groups", "topk_groups", "group_score", "selection_bias",
     "bias_update_rate", "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
+EXPERT_OPTIONS = ("expert_bias", "swiglu_limit")  # of ``model``: not every backend of experts has them
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"
 # A rank may exceed its share by 1/SLACK before replication: computing is faster than sending weights
@@ -194,6 +196,8 @@ def _why_no_replicas(config: RunConfig, dispatcher: str, vendor: str | None) -> 
         return f"moe.experts={vendor} in fp8 computes scales over weights of unused slots too"
     if config.model.layer != "standard":
         return f"model.layer={config.model.layer} may have other experts"
+    if config.model.expert_bias:
+        return "model.expert_bias=true adds biases, which are not replicated"
     return None
 
 

@@ -144,6 +144,8 @@ class ParameterLayout:
 
     ``stage`` for a replicated parameter, ``dp_cp`` if tp shards it, ``edp`` for experts.
     """
+    is_bias: bool = False
+    """True for biases that have a dimension of experts, and so the shape of a matrix."""
 
 
 REPLICATED = ParameterLayout()

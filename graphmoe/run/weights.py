@@ -24,8 +24,8 @@ from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.checkpoint.folders import MismatchError, run_of, shortened
 from graphmoe.checkpoint.hf.differences import different_keys, same_function
+from graphmoe.checkpoint.hf.family import Piece
 from graphmoe.checkpoint.hf.folder import OpenFolder, open_hf, read_hf_config, shapes_of
-from graphmoe.checkpoint.hf.pieces import Piece
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, has_weights, write_shards
 from graphmoe.checkpoint.store import CheckpointStore, check_fit
 from graphmoe.config.progress import working

@@ -149,6 +149,9 @@ BALANCE = {
     "minimax": (AuxLoss.sequence, 0.001),
     "qwen3": (AuxLoss.global_batch, 0.001),
     "moe": (AuxLoss.sequence, 0.001),
+    "gpt_oss_20b": (AuxLoss.micro_batch, 1.67e-4),  # 0.001 of one loss over all layers, * top_k 4 / 24 layers
+    "gpt_oss_120b": (AuxLoss.micro_batch, 1.11e-4),
+    "gpt_oss_20b_mlperf": (AuxLoss.none, 0.001),
     "mixtral_8x7b": (AuxLoss.micro_batch, 0.00125),  # 0.02 of one loss over all layers, * top_k 2 / 32 layers
     "mixtral_8x22b": (AuxLoss.micro_batch, 3.57e-5),  # 0.001 * 2 / 56
 }

@@ -68,6 +68,10 @@ OPTIONS = (  # of attention
 )  # fmt: skip
 HALF_ROTARY = ("model.head_dim=8", "model.rotary_fraction=0.5")
 WHOLE = (*EIGHT_HEADS, *HALF_ROTARY, "model.qk_norm_whole=true", "model.shared_gate=true")
+GPT_OSS = (
+    *GQA[:3], "model.window=5", "model.attention_sinks=true", "model.expert_bias=true",
+    "model.swiglu_limit=0.05", "model.router_bias=true",
+)  # fmt: skip
 GROUPS = ("model.num_groups=2", "model.renormalise=true")
 LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 NO_EXPERTS = (*GQA, "model.num_experts=0", "model.rope_scaling=llama3", "model.llama3_original_context=8")
@@ -83,6 +87,8 @@ FOUR = (
     Case(4, f"cp=4 {RING}", "", SMALL),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
     Case(4, "pp=2 cp=2 ep=2", "1f1b", model=(MTP, *MASK)),
+    Case(4, "pp=2 cp=2 ep=2", "1f1b", model=GPT_OSS),
+    Case(4, "tp=2 ep=2", "", (*SMALL, *ROOM), GPT_OSS),
     Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS)),
     Case(4, "pp=2 tp=2", "1f1b", model=(*NO_EXPERTS, TIED)),
     Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*WHOLE, "model.mtp_depth=1")),
@@ -166,6 +172,10 @@ MORE_OF_FOUR = (
     Case(4, f"ep=2 {FSDP}", overrides=REPLICAS, mode="traced"),
     Case(4, "ep=4", model=("moe.expert_load=rotating",)),
     Case(4, "ep=4", change=an_expert_without_tokens),
+    Case(4, "ep=4", model=(*GPT_OSS, "model.selection_bias=true"), change=an_expert_without_tokens),
+    Case(4, f"ep=2 {FSDP}", model=GPT_OSS), Case(4, "ep=2", overrides=ROOM, model=GPT_OSS, mode="traced"),
+    Case(4, "pp=2 ep=2", "zb1p", ROOM, GPT_OSS, "traced"), Case(4, "cp=2", model=GPT_OSS, mode="traced"),
+    Case(4, "ep=2", model=(*GPT_OSS, "optim.name=muon")),
     Case(4, "etp=2", model=(MICRO,), change=an_expert_without_tokens),
     Case(4, "ep=2 etp=2", change=all_on_two_experts),
     Case(4, FSDP, change=nan_gradient_in_step_2), Case(4, FSDP, model=("model.num_experts=6",)),

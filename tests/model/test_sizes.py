@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from graphmoe.config.schema import AttentionBias
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import COMPONENTS, count_parameters, flops_per_token, forward_flops
 from graphmoe.pipeline_view.plans import load_preset
@@ -21,7 +22,10 @@ def test_a_training_step_costs_the_stated_gflop_per_token(preset, gflop):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
-    model = replace(load_preset(preset), mtp_depth=0)
+    biased = replace(load_preset(preset), mtp_depth=0)
+    no_biases = {"attention_bias": AttentionBias.none, "attention_sinks": False}
+    model = replace(biased, **no_biases, expert_bias=False, router_bias=False)
+    assert flops_per_token(biased, 1024) == flops_per_token(model, 1024)
     active = count_parameters(model)["active"]
     named = build_model(model, device="meta").named_parameters()
     biases = sum(
@@ -32,6 +36,17 @@ def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
     )  # a tied head too
     scores = forward_flops(model, 1024)["attention_scores"]
     assert flops_per_token(model, 1024) - 3 * scores == 6 * weights
+
+
+@pytest.mark.parametrize("preset, total, active", [("gpt_oss_20b", 20.9, 3.6), ("gpt_oss_120b", 116.8, 5.1)])
+def test_gpt_oss_has_the_published_billions_of_parameters(preset, total, active):
+    counts = count_parameters(load_preset(preset))
+    published = counts["active"]["full"] - counts["active"]["embedding"]
+    assert (round(counts["total"]["full"] / 1e9, 1), round(published / 1e9, 1)) == (total, active)
+    experts = counts["total"]["routed_experts"] - counts["active"]["routed_experts"]
+    layers, model = load_preset(preset).num_layers, load_preset(preset)
+    of_one = 3 * 2880**2 + 3 * 2880  # gate, up and down, with their biases
+    assert experts == layers * (model.num_experts - model.top_k) * of_one
 
 
 def test_a_prediction_layer_costs_one_moe_layer_one_head_and_its_projection():

@@ -11,7 +11,8 @@ import torch
 
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.model.moe_segments import Experts
-from graphmoe.ops.grouped_mlp import reference, tuning, vendor
+from graphmoe.ops.gradients import Gradient
+from graphmoe.ops.grouped_mlp import grouped_mlp_into, reference, tuning, vendor
 from graphmoe.ops.grouped_mlp import triton_backend as kernels
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
 from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
@@ -61,6 +62,51 @@ def test_each_direction_matches_fp64_with_nan_in_dead_rows(backend, case, dtype)
     assert_directions_match(ops_of(backend), p, interpreter_slack(dtype))
     if backend == "cuda":
         assert_directions_match(ops_of("torch"), p)
+
+
+CLAMPED = {  # sizes that are no multiples of a tile; 7 is half of a standard deviation of h or more
+    "skewed": (("skewed", 33, 128, 80, 4, 2, 9), 7.0),
+    "empty experts": (("half of the experts", 19, 48, 48, 8, 2, 3), 4.0),
+    "some slots are not routed here": (("unrouted", 27, 20, 12, 8, 4, 5), 7.0),
+}
+
+
+@pytest.mark.parametrize("case", CLAMPED)
+@pytest.mark.parametrize("backend", [*BACKENDS, *HALF_OF])
+def test_clamps_and_biases_match_fp64_with_nan_in_dead_rows(backend, case, fakes):
+    shape, limit = CLAMPED[case]
+    kinds = (torch.bfloat16,) if backend in HALF_OF else (torch.float32, torch.bfloat16)
+    for dtype in kinds[:1] if backend == "interpreted" else kinds:  # which cuts h to bf16
+        p = make_problem(shape, dtype, device_of(backend), limit)
+        assert_directions_match(ops_of(backend), p)
+        h_RH = ops_of(backend).forward(*p.inputs, *p.plan, **p.clamps)[1][: p.live]
+        assert 0.1 < float((h_RH.abs() > limit).float().mean()) < 0.9
+
+
+def test_autograd_gives_the_gradient_of_the_biases_and_refuses_them_with_replicas():
+    p = make_problem(*CLAMPED["skewed"][:1], torch.float32, limit=7.0)
+    leaves = [t.detach().requires_grad_() for t in p.leaves]
+    y_TD, _ = ops.grouped_mlp(*leaves[:4], *p.plan, "torch", b_gate_up=leaves[4], limit=7.0)
+    expected = torch.autograd.grad(y_TD, leaves, p.dy_TD)
+    assert_results_match(p, y_TD, expected)
+    totals = [Gradient(torch.full_like(w, NAN)) for w in leaves[1:3]]
+    y_TD = grouped_mlp_into(totals, "torch", *leaves[:4], *p.plan, b_gate_up=leaves[4], limit=7.0)
+    dx, dweight, dbias = torch.autograd.grad(y_TD, [leaves[i] for i in (0, 3, 4)], p.dy_TD)
+    found = (dx, *(gradient.total for gradient in totals), dweight, dbias)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(AssertionError, match="biases of replicas"):
+        replicas = torch.zeros(1, 1, dtype=torch.int32)
+        ops.grouped_mlp(*p.inputs, *p.plan, "torch", replicas, b_gate_up=p.b_gate_up)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_gate_or_up_is_not_clamped_away(backend):
+    p = make_problem(("one expert", 9, 16, 16, 3, 1, 0), torch.float32, device_of(backend), 7.0)
+    for half in range(2):
+        p.b_gate_up.zero_()[1, 16 * half + 3] = NAN
+        y_TD, h_RH = ops_of(backend).forward(*p.inputs, *p.plan, **p.clamps)
+        _, _, dh_RH, a_RF = ops_of(backend).dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan, **p.clamps)
+        assert y_TD.isnan().all() and a_RF[:, 3].isnan().all() and dh_RH[:, [3, 19]].isnan().any(1).all()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -269,8 +315,8 @@ def test_the_table_of_row_tiles_covers_each_expert_once(backend, counts, height)
 
 TARGETS_OF = {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950"), "small": ("sm_90",)}
 """Targets on which the table of a kind of device is compiled."""
-SHAPES = {"wide": (2048, 1408, 64, 6), "odd": (200, 72, 12, 3)}
-"""D, F, E, K: DeepSeek-V2-Lite, and one with a tail in each axis."""
+SHAPES = {"wide": (2048, 1408, 64, 6), "odd": (200, 72, 12, 3), "clamped": (2880, 2880, 32, 4)}
+"""D, F, E, K: DeepSeek-V2-Lite, one with a tail in each axis, and gpt-oss with biases and clamps."""
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
@@ -280,7 +326,7 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
     """
     cases: list[dict[str, Any]] = []
     for kind, targets in TARGETS_OF.items():
-        given = [("wide", "bf16", 1 << 20), ("odd", "bf16", 1 << 20), ("wide", "bf16", 20)]
+        given = [(shape, "bf16", 1 << 20) for shape in SHAPES] + [("wide", "bf16", 20)]
         for shape, dtype, rows in [("odd", "fp32", 1 << 20)] if kind == "small" else given:
             call = functools.partial(every_step, kind, *SHAPES[shape], dtype, rows)
             launches = launches_of("", call)
@@ -306,6 +352,8 @@ def every_step(kind: str, D: int, F: int, E: int, K: int, dtype: str, rows_per_e
     x, weights = meta(R // K, D, dtype=kept), [(E, 2 * F, D), (E, D, F)]
     plan = reference.Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
     experts = reference.Experts(*(meta(size, dtype=kept) for size in weights), meta(R // K, K), *plan)
+    if SHAPES["clamped"] == (D, F, E, K):
+        experts = experts._replace(b_gate_up=meta(E, 2 * F, dtype=kept), limit=7.0)
     own, (gate_up, down) = E - E // 4, (meta(size) for size in weights)
     with mock.patch.multiple(kernels, kind_of=lambda device: kind, units_of=lambda device: 132):
         _, h = kernels.forward(x, experts)

@@ -27,7 +27,10 @@ SPILLS |= {("test_masked_attention", "sm_90"): 32, ("test_masked_attention", "sm
 MX = ("sm_100", "gfx950")
 """Targets with products in mxfp8."""
 WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds of 16
-    "test_swiglu": {"_forward_kernel": (2, 1), "_backward_kernel": (3, 2)},
+    "test_swiglu": {
+        **{"_forward_kernel": (2, 1), "_backward_kernel": (3, 2)},
+        **{"_forward_kernel biased": (6, 1), "_backward_kernel biased": (7, 2)},
+    },
     "test_permute": {
         **{f"_spread_kernel {case}": (1, slots) for case, slots in (("6", 6), ("16 weighted", 16))},
         **{f"_sum_kernel {case}": (slots, 1) for case, slots in (("6", 6), ("16 weighted", 16))},

@@ -75,6 +75,19 @@ def dense(family: str, seed: int, **more: Any) -> Case:
     return Case(family, config | more, (1, draw(9, 33)))
 
 
+def gpt_oss(
+    shape: Sizes, heads: Sizes, experts: Sizes, lengths: tuple[int, ...] = (1, 19), **more: Any
+) -> Case:
+    """``heads``: heads, key-value heads and head size; ``experts``: number, top k and width."""
+    keys = (*GROUPED[:5], "intermediate_size")
+    sized = dict(zip(SHAPE + keys, shape + heads + experts, strict=True))
+    return Case("GptOss", sized | {"sliding_window": 5} | more, lengths)
+
+
+def layers(*kinds: str) -> dict[str, list[str]]:
+    return {"layer_types": [f"{kind}_attention" for kind in kinds]}
+
+
 def groups(number: int, chosen: int) -> dict[str, int]:
     return {"n_group": number, "topk_group": chosen}
 
@@ -167,6 +180,15 @@ CASES = {
     "minimax_odd": grouped(
         "MiniMaxM2", (21, 3), (5, 1, 14, 7, 4, 9), (1, 23), rms_norm_eps=1e-5, **part(6 / 14, 500.0)
     ),
+    "gpt_oss": gpt_oss((33, 3), (6, 2, 10), (7, 3, 13), (1, 19, 70)),
+    "gpt_oss_clamped_full_every_third": gpt_oss(
+        (22, 4), (5, 5, 6), (5, 2, 9), swiglu_limit=0.4, rms_norm_eps=1e-6,
+        **layers("sliding", "sliding", "full", "sliding"), **default_rope(777.0),
+    ),
+    "gpt_oss_without_biases_or_windows": gpt_oss(
+        (27, 2), (3, 1, 8), (4, 4, 11), swiglu_limit=1.5, attention_bias=False, **layers("full", "full"),
+        **yarn(factor=4.0, beta_fast=2.0),
+    ),
     "mixtral": grouped("Mixtral", (32, 2), (4, 2, None, 8, 2, 15)),
     "mixtral_odd": grouped("Mixtral", (25, 3), (9, 3, 6, 3, 3, 17), (1, 23), **default_rope(777.0)),
 }  # fmt: skip
@@ -179,6 +201,7 @@ for name in (
     "mixtral",
     "llama_scaled",
     "qwen3_dense",
+    "gpt_oss",
 ):
     tied = CASES[name].config | {"tie_word_embeddings": True}
     CASES[f"{name}_tied"] = Case(CASES[name].family, tied, lengths=(13,))

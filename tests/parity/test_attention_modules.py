@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 from transformers import GptOssConfig, Qwen3NextConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from graphmoe.config.schema import AttentionBias, ModelConfig
-from graphmoe.model.attention import build_attention, rope_tables
+from graphmoe.config.schema import AttentionBias, ModelConfig, RopeScaling
+from graphmoe.model.attention import build_attention, inverse_frequencies, rope_tables
 from graphmoe.plan.attention import keys_per_query, model_of_layer
 
 B, S, WIDTH = 2, 21, 24
@@ -67,6 +68,24 @@ def test_values_and_gradients_are_those_of_transformers(make, layer):
     actual = torch.autograd.grad(found, [x, *(parameters[name] for name in names)], grad)
     for name, one, other in zip(["x", *names], actual, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("dim, fast, slow", [(64, 32.0, 1.0), (10, 4.0, 0.5), (128, 1.0, 1.0)])
+def test_yarn_has_the_frequencies_of_transformers(dim, fast, slow, truncate):
+    """The ramp's ends are whole rotation pairs, or not; 1 and 1 are the same pair."""
+    keys = {"factor": 32.0, "beta_fast": fast, "beta_slow": slow, "truncate": truncate}
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "original_max_position_embeddings": 4096, **keys}
+    theirs, magnitude = ROPE_INIT_FUNCTIONS["yarn"](GptOssConfig(head_dim=dim, rope_parameters=rope), "cpu")
+    ours = dataclasses.replace(
+        GPT_OSS, rope_scaling=RopeScaling.yarn, rope_theta=150000.0, yarn_factor=32.0, yarn_beta_fast=fast,
+        yarn_beta_slow=slow, yarn_truncate=truncate,
+    )  # fmt: skip
+    torch.testing.assert_close(inverse_frequencies(ours, dim), theirs, rtol=1e-6, atol=0)
+    cos, _ = rope_tables(ours, dim, 1, torch.device("cpu"))
+    assert cos[0, 0].item() == pytest.approx(magnitude, rel=1e-6)
+    other = inverse_frequencies(dataclasses.replace(ours, yarn_truncate=not truncate), dim)
+    assert torch.equal(other, inverse_frequencies(ours, dim)) is (fast == slow)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,20 @@ from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts, hidden_only
 from graphmoe.passes.fuse_permutation import fuse_permutation
-from tests.passes.blocks import DTYPES, ROUTINGS, WIDTH, D, E, K, R, T, assert_left, expert_inputs, traced
+from tests.passes.blocks import (
+    DTYPES,
+    ROUTINGS,
+    WIDTH,
+    D,
+    E,
+    K,
+    R,
+    T,
+    assert_left,
+    expert_inputs,
+    random,
+    traced,
+)
 
 ops = torch.ops.graphmoe
 BEHIND_PERMUTATION = (fuse_permutation, fuse_activation, fuse_experts)
@@ -56,6 +69,24 @@ def test_weights_in_the_activation_or_in_the_sum_give_the_same_numbers(in_sum, d
     assert [result.matches for result in results][1:] == [1, 1]
     assert fused.calls == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
     fused.assert_same(plain, *(expert_inputs(dtype, routing) for routing in ROUTINGS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("biased", "limit"), [(True, 1.0), (False, 1.0), (True, 0.0)], ids=str)
+def test_an_activation_that_the_model_calls_keeps_its_biases_and_limit(biased, limit, dtype):
+    def run(x, weight, gate_up, down, expert, bias):
+        plan = routing_plan(expert, E)
+        of_rows = permute(weight.reshape(-1, 1), plan.slot_R, plan.row_TK.reshape(-1, 1))
+        h = grouped_mm(permute(x, plan.slot_R, plan.row_TK), gate_up, plan.ends_E)
+        a = ops.swiglu(h, of_rows, plan.ends_E, bias if biased else None, limit)
+        return unpermute(grouped_mm(a, down, plan.ends_E), plan.slot_R, plan.row_TK).to(x.dtype)
+
+    bias = random(E, 2 * WIDTH, seed=8, dtype=dtype)
+    plain = traced(run, *expert_inputs(dtype), bias)
+    fused, (_, activation, experts) = plain.rewritten(*BEHIND_PERMUTATION)
+    assert (activation.matches, activation.left, activation.expected) == (0, (), False)
+    assert experts.matches == 1 and fused.calls == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
+    fused.assert_same(plain, *([*expert_inputs(dtype, routing), bias] for routing in ROUTINGS))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "torch,triton,torch"])

@@ -66,6 +66,16 @@ def test_losses_have_the_same_gradients_when_all_tokens_choose_the_same_experts(
     assert set(plain.graph(*plain.inputs)[2].flatten().tolist()) == {12, 13, 14, 15}
 
 
+@pytest.mark.parametrize("add", [F.linear, lambda x, w, b: x @ w.t() + b], ids=["addmm", "mm and add"])
+@pytest.mark.parametrize("after", [False, True])
+def test_logits_with_a_bias_become_one_operation(add, after, monkeypatch):
+    monkeypatch.setattr(F, "linear", lambda x, w, *_: add(x, w, 3 * w[:, 0]))
+    losses = {"aux_loss": AuxLoss.micro_batch, "aux_loss_coef": 0.5, "z_loss_coef": 0.5}
+    plain = routed(softmax_after_topk=after, **losses)
+    assert {"addmm"} & set(plain.calls) or plain.calls["add"]
+    assert_fused(plain)
+
+
 DRAWN = {"expert_load": "hot_experts", "selection_bias": True}
 FORCED = [{"force_balance": True, "softmax_after_topk": after} for after in (False, True)]
 

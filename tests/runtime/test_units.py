@@ -143,6 +143,13 @@ def test_the_experts_kernels_fill_their_buffers_themselves(replicas, add, one_pe
     assert torch.ops.graphmoe.grouped_mlp_wgrad.default not in targets
 
 
+def test_the_gradient_of_biases_is_added_before_it_is_rounded():
+    *_, ends = grads_of_experts("skewed, dead rows", torch.bfloat16)
+    dh, sums = torch.randn(int(ends[-1]) + 9, 80).bfloat16(), torch.ops.graphmoe.expert_sums
+    _, (buffer,) = accumulated(lambda dh, ends: (convert(sums(dh, ends), torch.bfloat16),), dh, ends)
+    assert buffer.equal(1 + sums(dh, ends)) and not buffer.equal(1 + sums(dh, ends).bfloat16())
+
+
 def test_a_gradient_of_experts_that_is_read_elsewhere_is_copied():
     given = grads_of_experts("random", torch.float32)
 

@@ -1,11 +1,45 @@
-"""What one model family states: keys of its config.json, names of its tensors."""
+"""What one model family states: keys of its config.json, names and storage of its tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.tensor_files import WHOLE, Index
 from graphmoe.config.schema import ModelConfig
+
+
+class Form(NamedTuple):
+    """Storage of experts that differs from ours: functions of tensors whose dimension 0 is the experts."""
+
+    to_ours: Callable[[Tensor], Tensor]
+    to_theirs: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a published folder, by name: ``theirs`` equals ``ours[index]`` of our model bitwise.
+
+    With ``rows``, only these of its rows, of ``num_rows``; the next pieces have the others.
+    """
+
+    theirs: str
+    ours: str
+    index: Index = WHOLE
+    # another published tensor that this one must equal; folders may omit the copy
+    repeats: str | None = None
+    # False if our folders omit it
+    written: bool = True
+    # if set, ``form.to_ours(theirs)`` equals ``ours``
+    form: Form | None = None
+    rows: slice | None = None
+    num_rows: int = 0
+
+    def theirs_of(self, ours: Tensor) -> Tensor:
+        """Return the published tensor, given ``ours[index]``."""
+        return ours if self.form is None else self.form.to_theirs(ours)
 
 
 @dataclass(frozen=True)
@@ -23,8 +57,12 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     # a MoE block inside its layer
     moe: str = "mlp"
+    # the router inside a MoE block
+    router: str = "gate"
     # matrices of a routed expert; None if a layer's experts are one tensor
     gate_up_down: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    # tensors of a layer's routed experts, given prefixes of their and our names; None: by ``gate_up_down``
+    experts: Callable[[ModelConfig, str, str], Iterable[Piece]] | None = None
     # other model_types with the same code
     aliases: tuple[str, ...] = ()
     # values of config.json's attention_bias that are supported
@@ -35,3 +73,5 @@ class Family:
     mtp_copies: bool = True
     # transformers requires hidden_size to be a multiple of num_attention_heads
     whole_heads: bool = False
+    # supported quant_method of config.json's quantization_config
+    quantization: str = "fp8"

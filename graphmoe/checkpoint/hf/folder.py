@@ -16,9 +16,10 @@ from torch import Tensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import shortened
+from graphmoe.checkpoint.hf import mxfp4
 from graphmoe.checkpoint.hf.families import to_model_config
-from graphmoe.checkpoint.hf.family import Family
-from graphmoe.checkpoint.hf.pieces import FUSED, Piece, pieces
+from graphmoe.checkpoint.hf.family import Family, Piece
+from graphmoe.checkpoint.hf.pieces import FUSED, pieces
 from graphmoe.checkpoint.hf.tensor_files import (
     DTYPES,
     FP8,
@@ -57,10 +58,10 @@ class OpenFolder:
     block_scales: bool = False
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype of weights that are not fp8; the router's bias, always fp32, does not count."""
+        """Return the dtype of weights in no format of 4 or 8 bits, and without selection biases (fp32)."""
         headers = self.files.headers
         weights = (piece.theirs for piece in self.pieces if not piece.ours.endswith(".selection_bias"))
-        return self.files.dtype(n for n in weights if n in headers and headers[n].dtype != FP8_NAME)
+        return self.files.dtype(n for n in weights if n in headers and headers[n].dtype in DTYPES)
 
     def fill(self, state: Mapping[str, Tensor | FlatShard]) -> None:
         """Copy the files' tensors into those of ``state`` in place; for a shard, only its part is read."""
@@ -69,9 +70,18 @@ class OpenFolder:
                 ours = None if piece.repeats else state.get(piece.ours)
                 if isinstance(ours, FlatShard):
                     for part, index in ours.within(piece.index):
-                        part.copy_(self._read(piece, index))
+                        self._copy(piece, part, index)
                 elif ours is not None:
-                    ours[piece.index].copy_(self._read(piece))
+                    self._copy(piece, ours[piece.index], WHOLE)
+
+    def _copy(self, piece: Piece, part: Tensor, index: Index) -> None:
+        if piece.form is None:
+            part.copy_(self._read(piece, index))
+            return
+        experts = torch.arange(self.shapes[piece.ours][0])[index[0]].tolist()
+        for into, expert in zip(part, experts, strict=True):  # one at a time, which bounds the memory
+            theirs = self.files.read(piece.theirs, (slice(expert, expert + 1),))
+            into.copy_(piece.form.to_ours(theirs)[(0, *index[1:])])
 
     def _read(self, piece: Piece, index: Index = WHOLE) -> Tensor:
         if piece.rows is not None and isinstance(index[0], slice):
@@ -82,11 +92,11 @@ class OpenFolder:
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
         """Return ``[index]`` of our tensor ``name``. If several tensors store it, join them in ``dtype``."""
         mine = self._pieces_of[name]
-        if len(mine) == 1:
+        if len(mine) == 1 and mine[0].form is None:
             return self._read(mine[0], index)
         whole = torch.empty(self.shapes[name], dtype=dtype)
         for piece in mine:
-            whole[piece.index] = self._read(piece)
+            self._copy(piece, whole[piece.index], WHOLE)
         return whole[index]
 
     @functools.cached_property
@@ -109,7 +119,7 @@ class OpenFolder:
         headers, problems = self.files.headers, []
         ours = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         for piece in self.pieces:
-            wanted = tuple(ours[piece.ours][piece.index].shape)
+            wanted = tuple(piece.theirs_of(ours[piece.ours][piece.index]).shape)
             wanted = (piece.num_rows or wanted[0], *wanted[1:])
             header = headers.get(piece.theirs)
             if header is None:
@@ -119,7 +129,7 @@ class OpenFolder:
                 problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
             elif header.dtype == FP8_NAME and len(wanted) == 2 and piece.ours not in SHARED:
                 problems += self.files.wrong_scale(piece.theirs)
-            elif header.dtype not in DTYPES:
+            elif header.dtype not in (*DTYPES, *([mxfp4.NAME] if piece.form else [])):
                 problems.append(f"wrong dtype: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
             elif piece.repeats in headers and not self._equal(piece.theirs, piece.repeats):
                 problems.append(f"different: {piece.theirs} must equal {piece.repeats}: the model ties them")
@@ -181,11 +191,11 @@ def entries_of(
         piece = group[0]
 
         def make(group: list[Piece] = group) -> Tensor:
-            parts = [read(piece.ours, piece.index) for piece in group]
+            parts = [piece.theirs_of(read(piece.ours, piece.index)) for piece in group]
             # safetensors rejects shared memory
             return torch.cat(parts) if len(parts) > 1 or group[0].repeats else parts[0]
 
-        shape = tuple(ours[piece.ours][piece.index].shape)
+        shape = tuple(piece.theirs_of(ours[piece.ours][piece.index]).shape)
         yield TensorToWrite(theirs, (piece.num_rows or shape[0], *shape[1:]), dtypes[piece.ours], make)
 
 

@@ -36,7 +36,7 @@ def read_attention(
 
 def read_moe(keys: Keys, **defaults: float) -> dict[str, Any]:
     with_loss = keys.bool("output_router_logits", False)  # transformers adds its balance loss with it only
-    layers, top_k = keys.int("num_hidden_layers"), keys.int("num_experts_per_tok")
+    layers, top_k = keys.int("num_hidden_layers"), keys.int("num_experts_per_tok", "experts_per_token")
     return {
         **read_attention(keys, **defaults),
         "num_dense_layers": 0,

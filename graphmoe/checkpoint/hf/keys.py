@@ -13,9 +13,9 @@ LARGEST = 1e300
 class Keys:
     """Reader of a config.json's keys; an invalid key adds a line to ``problems``."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any], problems: list[str] | None = None) -> None:
         self.raw = raw
-        self.problems: list[str] = []
+        self.problems = [] if problems is None else problems
 
     def int(self, *names: str, default: int | None = None) -> int:
         """Return the integer of the first name that is present and not null; without default, one must be."""
@@ -120,6 +120,8 @@ def write_rope(config: ModelConfig, *, scales_scores: bool) -> dict[str, Any]:
         return {"rope_theta": config.rope_theta, "rope_scaling": {"rope_type": "llama3", **kept}}
     scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn"}
     scaling |= {key: getattr(config, field) for key, field in _YARN.items()}
+    if not config.yarn_truncate:
+        scaling["truncate"] = False
     magnitudes = {"mscale": config.yarn_mscale, "mscale_all_dim": config.yarn_mscale_all_dim}
     if scales_scores or magnitudes != {"mscale": 1.0, "mscale_all_dim": 0.0}:
         scaling |= magnitudes
@@ -131,7 +133,6 @@ def _read_yarn(rope: Keys, context: int, scales_scores: bool) -> dict[str, Any]:
     if factor < 1:
         rope.refuse("factor", rope.raw.get("factor"), "1 or greater")
         factor = 1.0
-    rope.only("truncate", True)
     mscale, all_dim = _read_magnitudes(rope, scales_scores)
     magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     if abs(rope.float("attention_factor", magnitude) - magnitude) > 1e-6 * magnitude:
@@ -144,6 +145,7 @@ def _read_yarn(rope: Keys, context: int, scales_scores: bool) -> dict[str, Any]:
         "yarn_original_context": rope.int("original_max_position_embeddings", default=context),
         "yarn_beta_fast": rope.float("beta_fast", 32.0),
         "yarn_beta_slow": rope.float("beta_slow", 1.0),
+        "yarn_truncate": rope.bool("truncate", True),
     }
 
 

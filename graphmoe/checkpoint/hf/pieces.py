@@ -2,34 +2,15 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from graphmoe.checkpoint.hf.family import Family
-from graphmoe.checkpoint.hf.tensor_files import WHOLE, Index
+from graphmoe.checkpoint.hf.family import Family, Piece
 from graphmoe.config.schema import AttentionBias, ModelConfig
 from graphmoe.plan.attention import attention_facts
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FUSED = ".mlp.experts.gate_up_proj"
 """Suffix of a tensor's name in folders of transformers 5, which store a layer's experts as one tensor."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of a published folder, by name: ``theirs`` equals ``ours[index]`` of our model bitwise.
-
-    With ``rows``, only these of its rows, of ``num_rows``; the next pieces have the others.
-    """
-
-    theirs: str
-    ours: str
-    index: Index = WHOLE
-    # another published tensor that this one must equal; folders may omit the copy
-    repeats: str | None = None
-    # False if our folders omit it
-    written: bool = True
-    rows: slice | None = None
-    num_rows: int = 0
 
 
 def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
@@ -80,6 +61,8 @@ def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense
         yield from _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
     for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
         yield Piece(f"{theirs}.self_attn.{name}_proj.bias", f"{ours}.attn.biases.{name}")
+    if config.attention_sinks:
+        yield Piece(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks_H")
     yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
     block = f"{theirs}.{family.moe}"
     their_norm = f"{theirs}.post_attention_layernorm.weight"
@@ -88,9 +71,11 @@ def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense
         yield from _swiglu(block, f"{ours}.mlp", config.dense_ffn_size)
         return
     yield Piece(their_norm, f"{ours}.moe_router.norm.weight")
-    yield Piece(f"{block}.gate.weight", f"{ours}.moe_router.gate.weight")
+    yield Piece(f"{block}.{family.router}.weight", f"{ours}.moe_router.gate.weight")
+    if config.router_bias:
+        yield Piece(f"{block}.{family.router}.bias", f"{ours}.moe_router.gate.bias")
     if config.selection_bias:
-        yield Piece(f"{block}.gate.e_score_correction_bias", f"{ours}.moe_router.selection_bias")
+        yield Piece(f"{block}.{family.router}.e_score_correction_bias", f"{ours}.moe_router.selection_bias")
     if config.shared_ffn_size:
         yield from _swiglu(f"{block}.shared_experts", f"{ours}.shared_experts", config.shared_ffn_size)
     yield from _experts(family, config, block, f"{ours}.moe_experts")
@@ -108,6 +93,9 @@ def _stacked(config: ModelConfig, theirs: str, ours: str, names: Sequence[str]) 
 
 
 def _experts(family: Family, config: ModelConfig, block: str, ours: str) -> Iterator[Piece]:
+    if family.experts is not None:
+        yield from family.experts(config, f"{block}.experts", ours)
+        return
     if family.gate_up_down is None:
         yield Piece(f"{block}.experts.gate_up_proj", f"{ours}.w_gate_up")
         yield Piece(f"{block}.experts.down_proj", f"{ours}.w_down")

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from graphmoe.checkpoint.hf import mxfp4
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
 
@@ -56,7 +57,10 @@ class TensorHeader:
 
 
 class TensorFiles:
-    """Tensors in ``<stem>.safetensors`` or its indexed shards, memory-mapped. *Raises* ConfigError."""
+    """Tensors in ``<stem>.safetensors`` or its indexed shards, memory-mapped. *Raises* ConfigError.
+
+    Blocks and scales of `mxfp4` have one header, of the tensor that they store.
+    """
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.folder = folder
@@ -75,10 +79,27 @@ class TensorFiles:
                 self.headers[name] = TensorHeader(tuple(part.get_shape()), part.get_dtype(), path)
         if problems:
             raise ConfigError("\n  ".join([f"{folder} has unreadable weights:", *problems]))
+        self._packed = dict(self._find_packed())
+
+    def _find_packed(self) -> Iterator[tuple[str, tuple[TensorHeader, TensorHeader]]]:
+        for blocks in [name for name in self.headers if name.endswith(mxfp4.BLOCKS)]:
+            name = blocks.removesuffix(mxfp4.BLOCKS)
+            pair = [self.headers[each] for each in (blocks, name + mxfp4.SCALES) if each in self.headers]
+            shape = mxfp4.shape_of(*(header.shape for header in pair if header.dtype == "U8"))
+            if shape is not None and name not in self.headers:
+                yield name, (self.headers.pop(blocks), self.headers.pop(name + mxfp4.SCALES))
+                self.headers[name] = TensorHeader(shape, mxfp4.NAME, pair[0].file)
 
     def read(self, name: str, index: Index = WHOLE) -> Tensor:
-        """Return ``tensor[index]`` on the CPU; an fp8 tensor, indexed by slices only, dequantized to fp32."""
+        """Return ``tensor[index]`` on the CPU; an fp8 tensor, indexed by slices only, dequantized to fp32.
+
+        An MXFP4 tensor, whose first index is a slice, is dequantized to bf16.
+        """
         header = self.headers[name]
+        if header.dtype == mxfp4.NAME:
+            stored = zip(self._packed[name], (mxfp4.BLOCKS, mxfp4.SCALES), strict=True)
+            parts = [self._open[h.file].get_slice(name + suffix)[index[:1]] for h, suffix in stored]
+            return mxfp4.dequantised(f"{name} in {header.file}", *parts)[(slice(None), *index[1:])]
         part = self._open[header.file].get_slice(name)[index]
         if header.dtype != FP8_NAME:
             return part

@@ -57,6 +57,7 @@ def _forward(
     ends_E: Tensor,
     backend: str, expert_RS: Tensor | None = None,
     more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
+    b_gate_up: Tensor | None = None, limit: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y [T, D], the sum of weight * down(silu(gate) * up) over a token's experts, and h [R, H].
 
@@ -65,12 +66,16 @@ def _forward(
     three for "forward,dgrad,wgrad". No device sync with triton and turbo. Raises ConfigError if a backend's
     package is missing.
 
+    ``b_gate_up`` [E, 2F] is added to h in the activation, which a ``limit`` clamps as in `ops.swiglu`; h is
+    returned without it, for `grouped_mlp_dgrad`. Replicas have no biases.
+
     ``expert_RS`` [ranks, S] are the experts in each rank's replica slots; then ``ends_E`` has S more entries,
     and all ranks make the same calls. Replicas' weights are fetched here and in the backward, or passed:
     ``more_gate_up`` [S, 2F, D], ``more_down`` [S, D, F].
     """
+    assert b_gate_up is None or expert_RS is None, "biases of replicas are not fetched"
     more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
-    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, b_gate_up, limit, *more)
     return _kernels(backend, "forward", x_TD).forward(x_TD, experts)
 
 
@@ -80,10 +85,12 @@ def _dgrad(
     row_TK: Tensor, ends_E: Tensor,
     backend: str, expert_RS: Tensor | None = None,
     more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
+    b_gate_up: Tensor | None = None, limit: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx_TD, dweight_TK, and for wgrad dh_RH and a_RF, the activation times its routing weight."""
+    assert b_gate_up is None or expert_RS is None, "biases of replicas are not fetched"
     more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
-    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, b_gate_up, limit, *more)
     return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, experts)
 
 
@@ -211,30 +218,34 @@ def _(dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, *rest: Any) -> t
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.backend, expert_RS, more_gate_up, more_down = inputs
-    ctx.save_for_backward(*tensors, expert_RS, more_gate_up, more_down, output[1])
+    *tensors, ctx.backend, expert_RS, more_gate_up, more_down, b_gate_up, ctx.limit = inputs
+    ctx.save_for_backward(*tensors, expert_RS, more_gate_up, more_down, b_gate_up, output[1])
     ctx.set_materialize_grads(False)  # the gradient of h would be zeros of the largest size here
 
 
-def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
-    """Return dx_TD, dweight_TK, the tensor arguments of ``_wgrad``, and expert_RS."""
-    x_TD, *experts, expert_RS, more_gate_up, more_down, h_RH = ctx.saved_tensors
-    replicas = expert_RS, more_gate_up, more_down
-    dgrad = torch.ops.graphmoe.grouped_mlp_dgrad
-    dx_TD, dweight_TK, *made = dgrad(dy_TD, h_RH, *experts, ctx.backend, *replicas)
-    return dx_TD, dweight_TK, (dy_TD, x_TD, *made, *experts[3:]), expert_RS
+def _row_gradients(
+    ctx: Any, dy_TD: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Return dx_TD, dweight_TK, the tensor arguments of ``_wgrad``, expert_RS, and db_gate_up."""
+    x_TD, *experts, expert_RS, more_gate_up, more_down, b_gate_up, h_RH = ctx.saved_tensors
+    rest = expert_RS, more_gate_up, more_down, b_gate_up, ctx.limit
+    ops, db_gate_up = torch.ops.graphmoe, None
+    dx_TD, dweight_TK, *made = ops.grouped_mlp_dgrad(dy_TD, h_RH, *experts, ctx.backend, *rest)
+    if b_gate_up is not None:
+        db_gate_up = ops.expert_sums(made[0], experts[-1]).to(b_gate_up.dtype)
+    return dx_TD, dweight_TK, (dy_TD, x_TD, *made, *experts[3:]), expert_RS, db_gate_up
 
 
 def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
-        return (None,) * 11
-    dx_TD, dweight_TK, made, expert_RS = _row_gradients(ctx, dy_TD.contiguous())
+        return (None,) * 13
+    dx_TD, dweight_TK, made, expert_RS, db_gate_up = _row_gradients(ctx, dy_TD.contiguous())
     dw_gate_up = dw_down = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
         dw_gate_up, dw_down = torch.ops.graphmoe.grouped_mlp_wgrad(*made, ctx.backend, expert_RS)
     gradients = (dx_TD, dw_gate_up, dw_down, dweight_TK)
     wanted = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-    return *wanted, *[None] * 7
+    return *wanted, *[None] * 7, db_gate_up, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
@@ -242,25 +253,32 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 class _Accumulating(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
-        y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend)
-        ctx.save_for_backward(*arguments, None, None, None, h_RH)
-        ctx.totals, ctx.backend = totals, backend
+    def forward(
+        ctx: Any, totals: Sequence[Gradient], backend: str, b_gate_up: Tensor | None, limit: float,
+        *arguments: Tensor,
+    ) -> Tensor:  # fmt: skip
+        y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend, b_gate_up=b_gate_up, limit=limit)
+        ctx.save_for_backward(*arguments, None, None, None, b_gate_up, h_RH)
+        ctx.totals, ctx.backend, ctx.limit = totals, backend, limit
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        dx_TD, dweight_TK, made, _ = _row_gradients(ctx, dy_TD.contiguous())
+        dx_TD, dweight_TK, made, _, db_gate_up = _row_gradients(ctx, dy_TD.contiguous())
         totals = [gradient.total for gradient in ctx.totals]
         add = have_begun(ctx.totals)
         torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add)
         report_added(ctx.totals)
-        return None, None, dx_TD, None, None, dweight_TK, None, None, None
+        return None, None, db_gate_up, None, dx_TD, None, None, dweight_TK, None, None, None
 
 
-def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
+def grouped_mlp_into(
+    totals: Sequence[Gradient], backend: str, *arguments: Tensor, b_gate_up: Tensor | None = None,
+    limit: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Return y of ``graphmoe::grouped_mlp``; the backward adds gradients of both weights to ``totals``.
 
-    Only for code that is not compiled: compiled units add in their own graphs (`runtime.compile.code`).
+    Autograd gets the gradient of ``b_gate_up``. Only for code that is not compiled: compiled units add in
+    their own graphs (`runtime.compile.code`).
     """
-    return _Accumulating.apply(totals, backend, *arguments)
+    return _Accumulating.apply(totals, backend, b_gate_up, limit, *arguments)

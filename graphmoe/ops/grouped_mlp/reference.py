@@ -42,6 +42,8 @@ class Experts(NamedTuple):
     slot_R: Tensor
     row_TK: Tensor
     ends_E: Tensor
+    b_gate_up: Tensor | None = None  # [E, H], added to h
+    limit: float = 0.0  # of the activation, as in `ops.swiglu`
     more_gate_up: Tensor | None = None  # weights of replicas of other ranks' experts, whose rows follow
     more_down: Tensor | None = None
 
@@ -58,7 +60,7 @@ class Backend(Protocol):
         """Return why device, dtype or ``sync_free`` rules the backend out; None if nothing does."""
 
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """Return the experts' output y_TD, and h_RH (gate and up) for the backward."""
+        """Return the experts' output y_TD, and h_RH (gate and up, without biases) for the backward."""
 
     def hidden(
         self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None
@@ -90,7 +92,8 @@ class Stepwise:
         # the weight is applied before the down GEMM, which then needs no epilogue
         ops, plan = torch.ops.graphmoe, experts.plan
         h_RH = self.hidden(x_TD, experts.w_gate_up, plan, experts.more_gate_up)
-        a_RF = ops.swiglu(h_RH, row_weights(experts.weight_TK, plan.slot_R), plan.ends_E)
+        weight_R = row_weights(experts.weight_TK, plan.slot_R)
+        a_RF = ops.swiglu(h_RH, weight_R, plan.ends_E, experts.b_gate_up, experts.limit)
         y_RD = self._products(x_TD.dtype).rows(a_RF, _joined(experts.w_down, experts.more_down), plan.ends_E)
         return ops.unpermute(y_RD, *plan, None), h_RH
 
@@ -107,8 +110,9 @@ class Stepwise:
         w_gate_up = _joined(experts.w_gate_up, experts.more_gate_up)
         w_down = _joined(experts.w_down, experts.more_down)
         da_RF = products.rows_grad(ops.permute(dy_TD, *plan), w_down, ends_E)
-        dh_RH, dweight_R = ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
-        a_RF = ops.swiglu(h_RH, weight_R, ends_E)
+        given = h_RH, weight_R, ends_E, experts.b_gate_up, experts.limit
+        dh_RH, dweight_R = ops.swiglu_backward(da_RF, *given)
+        a_RF = ops.swiglu(*given)
         dx_RD = products.rows_grad(dh_RH, w_gate_up, ends_E)
         return ops.unpermute(dx_RD, *plan, None), slot_values(dweight_R, plan.row_TK), dh_RH, a_RF
 

@@ -13,6 +13,8 @@ host only knows an upper bound of their number.
 import triton
 import triton.language as tl
 
+from graphmoe.ops.swiglu_kernels import clamped, gradients
+
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiles_kernel(
@@ -56,10 +58,10 @@ def weight_sums_kernel(
 
 @triton.jit(do_not_specialize=["max_tiles", "num_rows"])
 def rows_kernel(
-    x_ptr, w_ptr, out_ptr, h_ptr, a_ptr, partial_ptr, weight_ptr, slot_ptr, ends_ptr, table_ptr,
+    x_ptr, w_ptr, out_ptr, h_ptr, a_ptr, partial_ptr, bias_ptr, weight_ptr, slot_ptr, ends_ptr, table_ptr,
     max_tiles, num_rows,
-    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EPILOGUE: tl.constexpr, CONTRACT_LAST: tl.constexpr,
-    X_DESCRIPTOR: tl.constexpr, W_DESCRIPTOR: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EPILOGUE: tl.constexpr, LIMIT: tl.constexpr,
+    CONTRACT_LAST: tl.constexpr, X_DESCRIPTOR: tl.constexpr, W_DESCRIPTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     SUBTILES: tl.constexpr, AHEAD: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +72,8 @@ def rows_kernel(
 
     - "store": ``out`` [R, N] is the product.
     - "halves": w is [E, 2N, C] and ``h`` [R, 2N] is the product. A tile has BLOCK_N / 2 columns of each half.
-    - "swiglu": as "halves", and ``a`` [R, N] is silu(gate) * up * weight.
+    - "swiglu": as "halves", and ``a`` [R, N] is silu(gate) * up * weight, after the ``bias`` [E, 2N] if any,
+      and with a LIMIT the clamped form of `ops.swiglu`.
     - "swiglu_grad": the product is the gradient of ``a``; ``out`` [R, 2N] is that of h, ``a`` is recomputed,
       ``partial`` [column tiles, R] are parts of dweight. AHEAD of SUBTILES parts of h are prefetched.
     """
@@ -107,13 +110,16 @@ def rows_kernel(
                 x, w = x.to(tl.float32), w.to(tl.float32)
             product = tl.dot(x, w, product, input_precision="ieee")
         if EPILOGUE == "swiglu":
-            swiglu(product, live, column, weight, h_ptr + 2 * base, a_ptr + base, N, BLOCK_M, COLUMNS)
+            swiglu(
+                product, live, column, weight, h_ptr + 2 * base, a_ptr + base, bias_ptr, expert,
+                N, BLOCK_M, COLUMNS, LIMIT,
+            )  # fmt: skip
         elif EPILOGUE == "halves":
             store_halves(product, live, column, h_ptr + 2 * base, N, BLOCK_M, COLUMNS)
         elif EPILOGUE == "swiglu_grad":
             dweight = swiglu_grad(
                 product, loaded, live, column, weight, h_ptr + 2 * base, out_ptr + 2 * base, a_ptr + base,
-                N, BLOCK_M, BLOCK_N, SUBTILES, AHEAD,
+                bias_ptr, expert, N, BLOCK_M, BLOCK_N, SUBTILES, AHEAD, LIMIT,
             )  # fmt: skip
             partials = partial_ptr + column_tile.to(tl.int64) * num_rows + row
             tl.store(partials + m_range, dweight, mask=live)
@@ -254,15 +260,26 @@ def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr,
 
 
 @triton.jit
+def add_bias(gate, up, bias_ptr, expert, columns, mask, M: tl.constexpr, N: tl.constexpr):
+    if bias_ptr is not None:
+        at = bias_ptr + (expert * (2 * N) + columns[None, :] + tl.zeros((M, 1), tl.int32))
+        gate += tl.load(at, mask, other=0.0).to(tl.float32)
+        up += tl.load(at + N, mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def swiglu(
-    product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
-):
+    product, live, column, weight, h_ptr, a_ptr, bias_ptr, expert,
+    N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """Store gate and up, and the activation of their rounded values, which the backward can recompute."""
     gate, up = store_halves(product, live, column, h_ptr, N, M, COLUMNS)
     columns = column + tl.arange(0, COLUMNS)
     mask = live[:, None] & (columns < N)[None, :]
-    gate = gate.to(tl.float32)
-    a = gate * sigmoid_of(gate) * up.to(tl.float32) * weight[:, None]
+    gate, up = add_bias(gate.to(tl.float32), up.to(tl.float32), bias_ptr, expert, columns, mask, M, N)
+    gate, up, steep = clamped(gate, up, LIMIT)
+    a = gate * sigmoid_of(steep) * up * weight[:, None]
     a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
     tl.store(a_ptrs, a.to(a_ptr.dtype.element_ty), mask=mask)
 
@@ -282,8 +299,9 @@ def load_h(
 
 @triton.jit
 def swiglu_grad(
-    da, loaded, live, column, weight, h_ptr, dh_ptr, a_ptr,
+    da, loaded, live, column, weight, h_ptr, dh_ptr, a_ptr, bias_ptr, expert,
     N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr, AHEAD: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of h and the weighted activation; return these columns' part of dweight [M]."""
     WIDTH: tl.constexpr = COLUMNS // SUBTILES
@@ -296,15 +314,17 @@ def swiglu_grad(
         mask = live[:, None] & (columns < N)[None, :]
         da_part = parts[part]
         gate, up = loaded[2 * part].to(tl.float32), loaded[2 * part + 1].to(tl.float32)
-        sigmoid = sigmoid_of(gate)
-        silu = gate * sigmoid
-        a = silu * up
+        gate, up = add_bias(gate, up, bias_ptr, expert, columns, mask, M, N)
+        near, factor, steep = clamped(gate, up, LIMIT)
+        sigmoid = sigmoid_of(steep)
+        silu = near * sigmoid
+        a = silu * factor
         sums += da_part * a
         a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
         tl.store(a_ptrs, (a * weight[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
         da_part = da_part * weight[:, None]
-        dgate = da_part * up * (sigmoid + silu * (1 - sigmoid))
+        dgate, dup = gradients(da_part, gate, up, factor, sigmoid, silu, LIMIT)
         dh_ptrs = dh_ptr + tl.arange(0, M)[:, None] * (2 * N) + columns[None, :]
         tl.store(dh_ptrs, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
-        tl.store(dh_ptrs + N, (da_part * silu).to(dh_ptr.dtype.element_ty), mask=mask)
+        tl.store(dh_ptrs + N, dup.to(dh_ptr.dtype.element_ty), mask=mask)
     return tl.sum(sums, 1)

@@ -36,6 +36,7 @@ def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     parts = parts_of(experts.plan, E)
     h_RH, a_RF, y_RD = (x_TD.new_empty(len(slot_R), width) for width in (2 * F, F, D))
     of_rows: dict[str, Any] = {"h": h_RH, "a": a_RF, "weight": experts.weight_TK, "slot": slot_R}
+    of_rows |= {"bias": experts.b_gate_up, "limit": experts.limit}
     _rows("up", parts, x_TD, (experts.w_gate_up, experts.more_gate_up), (D, F), **of_rows)
     _rows("down", parts, a_RF, (experts.w_down, experts.more_down), (F, D), out=y_RD)
     return torch.ops.graphmoe.unpermute(y_RD, *experts.plan, None), h_RH
@@ -44,8 +45,8 @@ def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None) -> Tensor:
     E, H, D = w_gate_up.shape
     h_RH, slots = x_TD.new_empty(len(plan.slot_R), H), plan.row_TK.shape[1]
-    weights, of_rows = (w_gate_up, more_gate_up), {"h": h_RH, "slot": plan.slot_R}
-    _rows("hidden", parts_of(plan, E), x_TD, weights, (D, H // 2), slots, **of_rows)
+    weights = w_gate_up, more_gate_up
+    _rows("hidden", parts_of(plan, E), x_TD, weights, (D, H // 2), slots, h=h_RH, slot=plan.slot_R)
     return h_RH
 
 
@@ -57,6 +58,7 @@ def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor
     partial = torch.empty(columns, len(h_RH), dtype=torch.float32, device=h_RH.device)
     made: dict[str, Any] = {"out": dh_RH, "a": a_RF, "partial": partial}
     given: dict[str, Any] = {"h": h_RH, "weight": experts.weight_TK, "slot": slot_R}
+    given |= {"bias": experts.b_gate_up, "limit": experts.limit}
     _rows("down_dgrad", parts, dy_TD, (experts.w_down, experts.more_down), (D, F), **made, **given)
     dx_RD = dh_RH.new_empty(len(dh_RH), D)
     _rows("up_dgrad", parts, dh_RH, (experts.w_gate_up, experts.more_gate_up), (2 * F, D), out=dx_RD)
@@ -195,10 +197,10 @@ _EPILOGUES = {
 
 def _rows(
     step: str, parts: Sequence[Part], x: Tensor, weights: Sequence[Tensor | None], sizes: tuple[int, int],
-    slots: int = 1, **tensors: Tensor,
+    slots: int = 1, limit: float = 0.0, **tensors: Tensor | None,
 ) -> None:  # fmt: skip
-    names = ("out", "h", "a", "partial", "weight", "slot")
-    given = [tensors[name].contiguous() if name in tensors else None for name in names]
+    names = ("out", "h", "a", "partial", "bias", "weight", "slot")
+    given = [None if (each := tensors.get(name)) is None else each.contiguous() for name in names]
     weight, slot = given[-2:]
     num_rows = len(x if slot is None else slot)
     # the config of the first part, so that results have the same bits with and without replicas
@@ -206,12 +208,12 @@ def _rows(
     slots = slots if weight is None else weight.shape[1]
     for part, w in zip(parts, weights, strict=False):
         assert w is not None
-        _launch_rows(step, config, part, x.contiguous(), w.contiguous(), given, sizes, num_rows, slots)
+        _launch_rows(step, config, part, x.contiguous(), w.contiguous(), given, sizes, num_rows, slots, limit)
 
 
 def _launch_rows(
     step: str, config: Config, part: Part, x: Tensor, w: Tensor, given: Sequence[Tensor | None],
-    sizes: tuple[int, int], num_rows: int, slots: int,
+    sizes: tuple[int, int], num_rows: int, slots: int, limit: float,
 ) -> None:  # fmt: skip
     from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
 
@@ -222,20 +224,23 @@ def _launch_rows(
     programs = _programs(config, max_tiles * -(-sizes[1] // columns), x.device)
     if programs == 0:
         return
-    slot = given[-1]
+    *_, bias, _, slot = given
     load_w = config.descriptors != "none" and _describable(w)
     load_x = config.descriptors == "both" and slot is None and _describable(x)
     (C, N), contract_last = sizes, not step.endswith("dgrad")
     # a flattened loop carries the column mask, whose structure the compiler then cannot see: it would load
     # element by element
     flatten = config.flatten and (contract_last or load_w or N % config.block_n == 0)
+    subtiles, ahead = config.subtiles, min(config.ahead, config.subtiles)
+    if ahead and (limit or bias is not None):  # these need the registers of half a part of h
+        subtiles, ahead = 2 * subtiles, 2 * ahead
     rows_kernel[(programs,)](
         descriptor(x, (config.block_m, config.block_k)) if load_x else x,
         _weight_descriptor(w, step, config) if load_w else w, *given, ends_E, table, max_tiles, num_rows,
-        C=C, N=N, K=slots, EPILOGUE=_EPILOGUES[step],
+        C=C, N=N, K=slots, EPILOGUE=_EPILOGUES[step], LIMIT=limit,
         CONTRACT_LAST=contract_last, X_DESCRIPTOR=load_x, W_DESCRIPTOR=load_w,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_k, GROUP=config.group,
-        SUBTILES=config.subtiles, AHEAD=min(config.ahead, config.subtiles), FLATTEN=flatten,
+        SUBTILES=subtiles, AHEAD=ahead, FLATTEN=flatten,
         UPCAST=not x.is_cuda, num_warps=num_warps(config.threads), num_stages=config.stages,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from graphmoe.config.ranges import fields_of, range_rules, type_rules
+from graphmoe.config.ranges import fields_of, range_rules, spelled, type_rules
 from graphmoe.config.schema import (
     Balance,
     ComputeDtype,
@@ -19,6 +19,7 @@ from graphmoe.config.schema import (
 from graphmoe.config.untrusted import FileError
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.experts import (
+    EXPERT_OPTIONS,
     INSTEAD,
     WORST_CASE,
     BufferLimits,
@@ -141,6 +142,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
             f"expert, made from counts on the host; use moe.experts=auto, or precision.fp8_products without "
             f"experts"
         )
+    yield from _expert_option_rules(config)
     if moe.dispatch_dtype is DispatchDtype.fp8 and (why := experts_of(config).no_fp8_rows):
         yield (
             f"moe.dispatch_dtype=fp8 sends fp8 rows to fp8 experts, but {why}; use "
@@ -151,6 +153,28 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
     is_number = type(budget) in (int, float) and 0 < budget < math.inf
     if budget != WORST_CASE and not is_number:
         yield f"moe.receive_budget={budget!r} must be a number greater than 0, or {WORST_CASE}"
+
+
+def _expert_option_rules(config: RunConfig) -> Iterator[str]:
+    model, moe, etp = config.model, config.moe, config.parallel.etp
+    given = [f"model.{key}={spelled(getattr(model, key))}" for key in EXPERT_OPTIONS if getattr(model, key)]
+    if not given or not has_experts(model):
+        return
+    if model.expert_bias and etp > 1:
+        yield (
+            f"parallel.etp={etp} adds parts of an expert's result, and model.expert_bias=true would add its "
+            f"bias {etp} times; use parallel.etp=1"
+        )
+    if moe.experts in ("te", "turbo"):
+        yield (
+            f"moe.experts={moe.experts} computes SwiGLU without biases or clamps, not {given[0]}; use "
+            f"moe.experts=auto, triton or torch"
+        )
+    if experts_of(config).experts_in_fp8:
+        yield (
+            f"precision.fp8={config.precision.fp8.value} computes experts without biases or clamps, not "
+            f"{given[0]}; use precision.fp8_products without experts"
+        )
 
 
 def load_rules(config: RunConfig) -> Iterator[str]:

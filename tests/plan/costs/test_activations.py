@@ -34,6 +34,7 @@ RING = (*GQA, TWO, "parallel.cp=2", "parallel.cp_method=ring")
 NORMS = (*GQA, "model.qk_norm=true", "model.shared_ffn_size=0")
 WHOLE = (*GQA, "model.qk_norm=true", "model.qk_norm_whole=true", "model.rotary_fraction=0.5")
 GATE = "model.shared_gate=true"
+BIASES = ("model.expert_bias=true", "model.router_bias=true", "model.swiglu_limit=7")
 CASES: dict[str, Sequence[str]] = {
     "a dense and a MoE layer": (), "latent queries": LATENT, "grouped queries": GQA,
     "norms, without shared experts": NORMS, "multi-token prediction": ("model.mtp_depth=1", *GQA),
@@ -41,6 +42,8 @@ CASES: dict[str, Sequence[str]] = {
     "one norm of all heads, tp": (*WHOLE, GATE, TWO, "parallel.tp=2"),
     "tp": (TWO, "parallel.tp=2"), "cp": (TWO, "parallel.cp=2"), "a ring": RING, "ep": (TWO, "parallel.ep=2"),
     "ep on a receive budget": (*GQA, *SYMM), "ep with replicas": (*GQA, *SYMM[:-1], "moe.balance=replicas"),
+    "biases": (*GQA, *BIASES), "biases, ep": (TWO, "parallel.ep=2", *GQA, *BIASES),
+    "biases, ep on a receive budget": (*GQA, *SYMM, *BIASES),
     "every layer again": ("recompute.all=true",),
     "router and attention again": (*GQA, "recompute.segments=[attn,moe_router]"),
     "norms, attention and its heads again": ("recompute.ops=[layernorm,core_attn,mla_up_proj]",),

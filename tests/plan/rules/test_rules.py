@@ -82,6 +82,11 @@ model.rope_scaling=yarn model.yarn_beta_fast=0.5 | model.yarn_beta_slow=1.0; swa
 model.top_k=9 | model.top_k=9 exceeds model.num_experts=8; use 1 to 8
 model.softmax_after_topk=true model.score_function=sigmoid | needs model.score_function=softmax, not sigmoid
 model.softmax_after_topk=true model.renormalise=true | has no effect with
+model.expert_bias=true parallel.etp=2 | model.expert_bias=true would add its bias 2 times; use parallel.etp=1
+REPLICAS model.expert_bias=true | adds biases, which are not replicated; use moe.balance=none
+model.expert_bias=true moe.experts=te | moe.experts=te computes SwiGLU without biases or clamps, not model.exp
+model.swiglu_limit=7 moe.experts=turbo | not model.swiglu_limit=7.0; use moe.experts=auto, triton or torch
+FP8=rowwise model.swiglu_limit=7 | not model.swiglu_limit=7.0; use precision.fp8_products without experts
 model.num_groups=3 | does not divide model.num_experts=8; use one of [1, 2, 4, 8]
 model.num_groups=2 model.topk_groups=3 | exceeds model.num_groups=2; use 1 to 2
 model.num_groups=8 model.topk_groups=1 | leaves 1 experts for model.top_k=2; use topk_groups=2
@@ -358,6 +363,7 @@ OF_EXPERTS = """
 model.top_k=3 model.expert_ffn_size=8 model.shared_ffn_size=0 model.score_function=sigmoid
 model.shared_gate=true
 model.softmax_after_topk=true model.renormalise=true model.routed_scale=2.0 model.num_groups=2
+model.expert_bias=true model.swiglu_limit=7.0 model.router_bias=true
 model.topk_groups=2 model.group_score=topk_sum model.selection_bias=true model.bias_update_rate=0.1
 model.aux_loss=none model.aux_loss_coef=0.1 model.z_loss_coef=0.1 model.mtp_depth=1 model.mtp_loss_weight=0.1
 moe.force_balance=true moe.expert_load=hot_rank moe.experts=te moe.dispatcher=deepep moe.transport=pull

@@ -4,7 +4,16 @@ import json
 from typing import Any
 
 from graphmoe.checkpoint.hf.differences import same_function
-from graphmoe.checkpoint.hf.families import bailing, deepseek, glm4_moe, llama, minimax_m2, mixtral, qwen3_moe
+from graphmoe.checkpoint.hf.families import (
+    bailing,
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mixtral,
+    qwen3_moe,
+)
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION
@@ -19,6 +28,7 @@ FAMILIES = (
     mixtral.MIXTRAL,
     bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
     minimax_m2.MINIMAX_M2,
+    gpt_oss.GPT_OSS,
 )  # fmt: skip
 """Families in the order in which a model to write tries them; each has its own file here."""
 
@@ -78,7 +88,7 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
 def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, list[str]]:
     keys = Keys(raw)
-    _check_quantization(keys)
+    _check_quantization(family, keys)
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", *family.attention_bias)
     keys.only("attention_dropout", 0.0)
@@ -96,12 +106,17 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
     return config, model_problems(config)
 
 
-def _check_quantization(keys: Keys) -> None:
+def _check_quantization(family: Family, keys: Keys) -> None:
     """Record each unsupported key of quantization_config as a problem."""
     found = keys.raw.get("quantization_config")
-    if found and not isinstance(found, dict):
+    if not found:
+        return
+    if not isinstance(found, dict):
         keys.refuse("quantization_config", found, json.dumps(QUANTIZATION))
-    elif found:
+    elif family.quantization != "fp8":
+        if (given := found.get("quant_method")) != family.quantization:
+            keys.refuse("quantization_config.quant_method", given, json.dumps(family.quantization))
+    else:
         for name, value in QUANTIZATION.items():
             given = found.get(name, None if name == "quant_method" else value)
             if given not in (value, ALSO.get(name, value)):

@@ -27,6 +27,7 @@ from graphmoe.config.ranges import (
     MANY_RANKS,
     NOT_NEGATIVE,
     POSITIVE,
+    SHARE,
     Count,
     CountOrZero,
     OneOf,
@@ -65,6 +66,10 @@ class ModelConfig:
     """gqa: head size, even, > 0."""
     qk_norm: bool = False
     """gqa: RMSNorm on query and key heads (Qwen3)."""
+    qk_norm_whole: bool = False
+    """gqa: with qk_norm, one norm for all query heads and one for all key heads (MiniMax-M2)."""
+    rotary_fraction: Annotated[float, SHARE] = 1.0
+    """gqa: part of each head, from its first element on, with rotary embedding, > 0 and at most 1."""
     window: CountOrZero = 0
     """gqa: keys that a query sees, itself included; 0: all before it."""
     full_every: CountOrZero = 0
@@ -127,6 +132,8 @@ class ModelConfig:
     """Routed expert's intermediate width, > 0."""
     shared_ffn_size: Annotated[int, NOT_NEGATIVE, INT32] = 176
     """Shared experts' total intermediate width; 0: none."""
+    shared_gate: bool = False
+    """Multiply the shared experts' output by the sigmoid of a trained gate (Qwen3-Next)."""
     expert_bias: bool = False
     """Biases of gate, up and down of routed experts (gpt-oss)."""
     swiglu_limit: Annotated[float, NOT_NEGATIVE, FP32] = 0.0

@@ -193,8 +193,8 @@ class GroupedQueryAttention(nn.Module):
         self.q_proj = column_parallel(config.hidden_size, heads * size * (2 if self.gated else 1), tp)
         self.k_proj = column_parallel(config.hidden_size, groups * size, tp)
         self.v_proj = column_parallel(config.hidden_size, groups * size, tp)
-        self.q_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = _norm_of(heads, config, tp)
+        self.k_norm = _norm_of(groups, config, tp)
         self.out_proj = row_parallel(heads * size, config.hidden_size, tp)
         self.sinks_H = nn.Parameter(torch.empty(heads // tp)) if config.attention_sinks else None
         if self.sinks_H is not None:
@@ -234,6 +234,35 @@ class GroupedQueryAttention(nn.Module):
         of_ranks = [x.unflatten(2, (self.attend.exchanging, -1)) for x in heads]
         counts = [x.shape[3] for x in of_ranks]
         return self.attend.whole_sequence(torch.cat(of_ranks, dim=3).flatten(2, 3)).split(counts, dim=2)
+
+
+class ProjectionNorm(RMSNorm):
+    """RMSNorm over all heads together (MiniMax-M2); ranks of tp have some of the heads each."""
+
+    def __init__(self, heads: int, config: ModelConfig, tp: int) -> None:
+        super().__init__(heads * config.head_dim // tp, config.norm_eps)
+        self.tp = tp
+        cut_along_tp(self.weight, tp, dim=0)
+
+    def forward(self, x_BSHR: Tensor) -> Tensor:
+        x = x_BSHR.flatten(2)
+        assert self.eps is not None
+        if self.tp == 1:
+            return super().forward(x).view(x_BSHR.shape)
+        with part("layernorm"):
+            mean = x.float().square().mean(-1, keepdim=True)
+        # gathered, not reduced: ranks use the mean for different heads, and the backward adds their gradients
+        mean = all_gather(mean, "tp", self.tp, dim=2).mean(-1, keepdim=True)
+        with part("layernorm"):
+            normed = x.float() * torch.rsqrt(mean + self.eps)
+            return (normed * self.weight).to(x.dtype).view(x_BSHR.shape)
+
+
+def _norm_of(heads: int, config: ModelConfig, tp: int) -> nn.Module:
+    if not config.qk_norm:
+        return nn.Identity()
+    whole = config.qk_norm_whole
+    return ProjectionNorm(heads, config, tp) if whole else RMSNorm(config.head_dim, config.norm_eps)
 
 
 # attention modules; their facts are in `graphmoe.plan.attention.FACTS`
@@ -295,7 +324,10 @@ def rotate_pairs(x_BSHR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_halves(x_BSHR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate element i with element i + R / 2, as Qwen3 and Mixtral checkpoints store them."""
+    """Rotate element i with element i + P, as Qwen3 and Mixtral checkpoints store them; the rest passes."""
+    width = 2 * cos.shape[-1]
+    if width < x_BSHR.shape[-1]:
+        return torch.cat([rotate_halves(x_BSHR[..., :width], cos, sin), x_BSHR[..., width:]], dim=-1)
     a, b = x_BSHR.float().chunk(2, dim=-1)
     return torch.cat(_rotate(a, b, cos, sin), dim=-1).to(x_BSHR.dtype)
 

@@ -121,9 +121,8 @@ class MoELayer(nn.Module):
         # replaces ``moe_preprocess`` if tokens are sent to replicas
         self.moe_replicas = SendPreprocess(config, layout, slots) if slots else None
         self.moe_experts = Experts(config, layout)
-        self.shared_experts = (
-            SwiGLU(config.hidden_size, config.shared_ffn_size, layout.tp) if config.shared_ffn_size else None
-        )
+        of_shared = config.hidden_size, config.shared_ffn_size, layout.tp
+        self.shared_experts = SwiGLU(*of_shared, gated=config.shared_gate) if config.shared_ffn_size else None
         self.holds_all = layout.size("ep_etp") == 1
         self._paths: dict[Dispatcher, tuple[DispatchSegment, CombineSegment] | BoundedPath] = {}
         self.use(dispatcher)

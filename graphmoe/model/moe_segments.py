@@ -298,13 +298,17 @@ class Experts(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(h)) * up(h)): shared experts, and the core of the dense MLP."""
+    """down(silu(gate(h)) * up(h)): shared experts, and the core of the dense MLP.
+
+    ``gated``: times sigmoid(h w) of each token (Qwen3-Next).
+    """
 
     PART = "shared_experts"
 
-    def __init__(self, width: int, inner: int, tp: int = 1) -> None:
+    def __init__(self, width: int, inner: int, tp: int = 1, *, gated: bool = False) -> None:
         super().__init__()
         self.tp = tp
+        self.gate = nn.Linear(width, 1, bias=False) if gated else None
         self.gate_up = column_parallel(width, 2 * inner, tp, pieces=2)
         self.down = row_parallel(inner, width, tp)
 
@@ -312,7 +316,8 @@ class SwiGLU(nn.Module):
         with part(self.PART):
             # Tokens are independent, so their order is free: along dim 0 nothing is copied.
             gate, up = self.gate_up(all_gather(h, "tp", self.tp, dim=0)).chunk(2, dim=-1)
-            return reduce_scatter(self.down(F.silu(gate) * up), "tp", self.tp, dim=0)
+            out = reduce_scatter(self.down(F.silu(gate) * up), "tp", self.tp, dim=0)
+            return out if self.gate is None else out * torch.sigmoid(self.gate(h))
 
 
 class DenseMLP(SwiGLU):

@@ -1,7 +1,8 @@
 """Parameter counts, state bytes and FLOPs: sums over a model on the meta device.
 
 FLOPs: two per multiply-add; a backward GEMM costs twice its forward, so a weight costs 6 FLOPs a token;
-causal attention counts S / 2 keys for each query; embedding, router, norms and recomputation count 0.
+causal attention counts S / 2 keys for each query; embedding, router, the shared experts' gate, norms and
+recomputation count 0.
 """
 
 import dataclasses

@@ -110,7 +110,15 @@ def _latent(model: ModelConfig) -> AttentionFacts:
         if rope % 2:
             yield f"model.qk_rope_head_dim={rope} must be even for the rotary embedding"
         default = type(model)()
-        for key in ("qk_norm", "window", "full_every", "attention_sinks", "attention_gate", "attention_bias"):
+        if 0 < model.rotary_fraction < 1:
+            yield (
+                f"model.rotary_fraction={model.rotary_fraction:g} applies to model.attention=gqa only; use "
+                "rotary_fraction=1.0"
+            )
+        for key in (
+            *("qk_norm", "qk_norm_whole", "window", "full_every"),
+            *("attention_sinks", "attention_gate", "attention_bias"),
+        ):
             value, usual = getattr(model, key), getattr(default, key)
             if value != usual and (isinstance(value, str) or value > 0):
                 how = (f"{key}={str(each).lower()}" for each in (value, usual))
@@ -138,6 +146,8 @@ def _latent(model: ModelConfig) -> AttentionFacts:
 
 def _grouped(model: ModelConfig) -> AttentionFacts:
     width, heads, groups, head = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+    fraction = model.rotary_fraction
+    rotary = round(head * fraction)
 
     def problems() -> Iterator[str]:
         if groups < 1 or heads % max(groups, 1):
@@ -147,6 +157,13 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
             )
         if head % 2:
             yield f"model.head_dim={head} must be even for the rotary embedding"
+        elif fraction <= 1 and (rotary < 2 or rotary % 2 or abs(head * fraction - rotary) > 1e-4):
+            yield (
+                f"model.rotary_fraction={fraction:g} must make an even number of elements, 2 to {head}, of "
+                f"model.head_dim={head}; use 1, or n / {head} with an even n"
+            )
+        if model.qk_norm_whole and not model.qk_norm:
+            yield "model.qk_norm_whole=true has no effect with model.qk_norm=false; use qk_norm_whole=false"
         if model.full_every and not model.window:
             yield f"model.full_every={model.full_every} has no effect with model.window=0; use full_every=0"
         elif model.full_every and not 2 <= model.full_every <= model.num_layers:
@@ -163,7 +180,7 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
     return AttentionFacts(
         head,
         head,
-        head,
+        rotary,
         (
             Weight("q_proj", width, heads * head * (2 if model.attention_gate else 1)),
             Weight("k_proj", width, groups * head),
@@ -176,8 +193,8 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
         documents=True,
         kept=2 * heads * head if model.attention_gate else 0,  # the gate, and the result before it
         keys=(
-            *("num_kv_heads", "head_dim", "qk_norm", "window", "full_every"),
-            *("attention_sinks", "attention_gate", "attention_bias"),
+            *("num_kv_heads", "head_dim", "qk_norm", "qk_norm_whole", "rotary_fraction"),
+            *("window", "full_every", "attention_sinks", "attention_gate", "attention_bias"),
         ),
         problems=tuple(problems()),
     )

@@ -29,10 +29,10 @@ from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import segments_of
 
 EXPERT_KEYS = (
-    "top_k", "expert_ffn_size", "shared_ffn_size", "expert_bias", "swiglu_limit", "router_bias",
-    "score_function", "softmax_after_topk", "renormalise", "routed_scale",
-    "num_groups", "topk_groups", "group_score", "selection_bias", "bias_update_rate",
-    "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
+    "top_k", "expert_ffn_size", "shared_ffn_size", "shared_gate", "expert_bias", "swiglu_limit",
+    "router_bias", "score_function", "softmax_after_topk",
+    "renormalise", "routed_scale", "num_groups", "topk_groups", "group_score", "selection_bias",
+    "bias_update_rate", "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
 EXPERT_OPTIONS = ("expert_bias", "swiglu_limit")  # of ``model``: not every backend of experts has them

@@ -144,6 +144,9 @@ BALANCE = {
     "deepseek_v3": (AuxLoss.sequence, 0.0001),
     "moonlight": (AuxLoss.sequence, 0.001),
     "kimi": (AuxLoss.sequence, 0.001),
+    "glm": (AuxLoss.sequence, 0.0001),
+    "ling": (AuxLoss.sequence, 0.001),
+    "minimax": (AuxLoss.sequence, 0.001),
     "qwen3": (AuxLoss.global_batch, 0.001),
     "moe": (AuxLoss.sequence, 0.001),
     "gpt_oss_20b": (AuxLoss.micro_batch, 1.67e-4),  # 0.001 of one loss over all layers, * top_k 4 / 24 layers

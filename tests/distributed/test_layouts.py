@@ -66,6 +66,8 @@ OPTIONS = (  # of attention
     "model.window=5", "model.full_every=2", "model.attention_sinks=true", "model.attention_gate=true",
     "model.attention_bias=qkvo",
 )  # fmt: skip
+HALF_ROTARY = ("model.head_dim=8", "model.rotary_fraction=0.5")
+WHOLE = (*EIGHT_HEADS, *HALF_ROTARY, "model.qk_norm_whole=true", "model.shared_gate=true")
 GPT_OSS = (
     *GQA[:3], "model.window=5", "model.attention_sinks=true", "model.expert_bias=true",
     "model.swiglu_limit=0.05", "model.router_bias=true",
@@ -89,6 +91,7 @@ FOUR = (
     Case(4, "tp=2 ep=2", "", (*SMALL, *ROOM), GPT_OSS),
     Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS)),
     Case(4, "pp=2 tp=2", "1f1b", model=(*NO_EXPERTS, TIED)),
+    Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*WHOLE, "model.mtp_depth=1")),
     HOT,
 )
 LANES = Case(
@@ -144,6 +147,9 @@ TWO = (
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
 MORE_OF_FOUR = (
+    Case(4, "pp=2 ep=2", "1f1b", model=(*GQA, *HALF_ROTARY, "model.attention_bias=qkv", MTP)),
+    Case(4, "tp=4", "", SMALL, WHOLE, "traced"),
+    Case(4, f"cp=4 {RING}", "", SMALL, WHOLE), Case(4, f"tp=2 ep=2 {FSDP}", overrides=(AGAIN,), model=WHOLE),
     Case(4, "cp=2", model=(*NO_EXPERTS, *MASK), mode="traced"),
     Case(4, f"cp=2 tp=2 {RING}", model=NO_EXPERTS),
     Case(4, FSDP, overrides=(AGAIN,), model=(*NO_EXPERTS, TIED)),

@@ -31,6 +31,10 @@ CONFIGS = {
     "gqa": GQA,
     "gqa with qk-norm": dataclasses.replace(GQA, qk_norm=True),
     "gqa with qk-norm and yarn": dataclasses.replace(GQA, qk_norm=True, **YARN),
+    "gqa with partial rotary": dataclasses.replace(GQA, rotary_fraction=0.375, qk_norm=True, **YARN),
+    "gqa with one norm of all heads": dataclasses.replace(
+        GQA, qk_norm=True, qk_norm_whole=True, attention_gate=True
+    ),
     "one key-value head": dataclasses.replace(GQA, num_kv_heads=1),
     "as many key-value heads": dataclasses.replace(GQA, num_kv_heads=6),
 }
@@ -99,8 +103,10 @@ def turned_neighbours(x, config):
 
 
 def turned_halves(x, config):
-    pairs = turned(torch.complex(*x.chunk(2, dim=-1)), config, x.shape[-1])
-    return torch.cat([pairs.real, pairs.imag], dim=-1)
+    width = round(x.shape[-1] * config.rotary_fraction)
+    x, rest = x[..., :width], x[..., width:]
+    pairs = turned(torch.complex(*x.chunk(2, dim=-1)), config, width)
+    return torch.cat([pairs.real, pairs.imag, rest], dim=-1)
 
 
 def rms_norm(x, weight, eps):
@@ -130,10 +136,19 @@ def gqa_reference(x, w, config):
     size, eps = config.head_dim, config.norm_eps
     h = rms_norm(x, w["norm.weight"], eps)
     q, k, v = ((h @ w[f"{name}_proj.weight"].T).view(B, S, -1, size) for name in "qkv")
-    if config.qk_norm:
+    if config.attention_gate:
+        q, gate = q.unflatten(2, (-1, 2)).unbind(3)
+    if config.qk_norm_whole:
+        q, k = (
+            rms_norm(x.flatten(2), w[f"{name}_norm.weight"], eps).unflatten(-1, (-1, size))
+            for name, x in (("q", q), ("k", k))
+        )
+    elif config.qk_norm:
         q, k = rms_norm(q, w["q_norm.weight"], eps), rms_norm(k, w["k_norm.weight"], eps)
     q, k = turned_halves(q, config), turned_halves(k, config)
     out = reference_attention(q, k, v, scale=scale_of(config, size))
+    if config.attention_gate:
+        out = out * gate.sigmoid()
     return x + out.flatten(2) @ w["out_proj.weight"].T
 
 

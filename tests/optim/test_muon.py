@@ -183,9 +183,13 @@ GQA = (
     *("model.attention=gqa", "model.num_kv_heads=1", "model.head_dim=4", "model.qk_norm=true"),
     *("model.num_dense_layers=0", "model.shared_ffn_size=0", "model.selection_bias=false"),
 )
+GLM = (
+    *("model.attention=gqa", "model.num_kv_heads=1", "model.head_dim=4", "model.rotary_fraction=0.5"),
+    *("model.attention_bias=qkv", "model.score_function=sigmoid", "model.mtp_depth=1"),
+)
 
 
-@pytest.mark.parametrize("words", [MLA, (*GQA, "model.renormalise=true")], ids=["mla", "gqa"])
+@pytest.mark.parametrize("words", [MLA, (*GQA, "model.renormalise=true"), GLM], ids=["mla", "gqa", "glm"])
 def test_matrices_are_those_of_hugging_face_folders_but_embedding_head_and_router(words):
     model = config(*words).model
     weights = dict(build_model(model, seed=0).named_parameters())

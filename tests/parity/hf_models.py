@@ -1,7 +1,7 @@
 """Tiny random models of each family, made by transformers, and how two of them are compared."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,21 @@ def grouped(family: str, shape: Sizes, sizes: Sizes, lengths: tuple[int, ...] = 
     return Case(family, dict(sized) | {"intermediate_size": sizes[-1]} | more, lengths)
 
 
+def sigmoid(
+    family: str,
+    shape: Sizes,
+    sizes: Sizes,
+    shared: int,
+    dense_layers: int,
+    lengths: tuple[int, ...] = (1, 19),
+    **more: Any,
+) -> Case:
+    """``sizes``: as ``GROUPED``; DeepSeek-V3's router, shared experts and leading dense layers."""
+    case = grouped(family, shape, sizes, lengths, first_k_dense_replace=dense_layers, attention_bias=True)
+    experts = {"n_shared_experts": shared, "n_routed_experts": case.config.pop("num_local_experts")}
+    return replace(case, config=case.config | experts | {"intermediate_size": 27} | more)
+
+
 def dense(family: str, seed: int, **more: Any) -> Case:
     """A dense model of random sizes: a head is not as wide as the width over the number of heads."""
     draw = random.Random(seed).randint
@@ -84,6 +99,11 @@ def yarn(**more: float) -> dict[str, Any]:
 def llama3(theta: float, *sizes: float) -> dict[str, Any]:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     rope = {"rope_type": "llama3", "rope_theta": theta} | dict(zip(keys, sizes, strict=True))
+    return {"rope_parameters": rope}
+
+
+def part(fraction: float, theta: float) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": fraction}
     return {"rope_parameters": rope}
 
 
@@ -141,6 +161,25 @@ CASES = {
     "qwen3_dense": dense("Qwen3", 23, rms_norm_eps=1e-5, **default_rope(1e6)),
     "qwen3_dense_one_kv_head": dense("Qwen3", 30, num_key_value_heads=1),
     "qwen3_dense_yarn": dense("Qwen3", 38, **yarn(factor=4.0, rope_theta=1e6)),
+    "glm_air": sigmoid(
+        "Glm4Moe", (33, 3), (6, 2, 12, 9, 3, 7), 1, 1, **groups(1, 1), **part(0.5, 1e6)
+    ),
+    "glm_qk_norm_scaled": sigmoid(
+        "Glm4Moe", (26, 4), (9, 3, 10, 8, 4, 11), 2, 3, (1, 23), use_qk_norm=True,
+        routed_scaling_factor=2.5, rms_norm_eps=1e-6, **groups(1, 1), **part(0.6, 1e4),
+    ),
+    "glm_groups": sigmoid(
+        "Glm4Moe", (19, 2), (5, 1, 8, 12, 4, 6), 1, 0, norm_topk_prob=False, **groups(4, 2),
+        **part(0.25, 300.0),
+    ),
+    "glm_yarn": sigmoid(
+        "Glm4Moe", (21, 2), (4, 4, 16, 5, 2, 5), 1, 1, (1, 70), **groups(1, 1),
+        **yarn(factor=4.0, partial_rotary_factor=0.5),
+    ),
+    "minimax": grouped("MiniMaxM2", (33, 2), (6, 2, 12, 9, 3, 7), (1, 19), rotary_dim=6),
+    "minimax_odd": grouped(
+        "MiniMaxM2", (21, 3), (5, 1, 14, 7, 4, 9), (1, 23), rms_norm_eps=1e-5, **part(6 / 14, 500.0)
+    ),
     "gpt_oss": gpt_oss((33, 3), (6, 2, 10), (7, 3, 13), (1, 19, 70)),
     "gpt_oss_clamped_full_every_third": gpt_oss(
         (22, 4), (5, 5, 6), (5, 2, 9), swiglu_limit=0.4, rms_norm_eps=1e-6,
@@ -156,6 +195,8 @@ CASES = {
 for name in (
     "v2_plain",
     "v3_no_shared_experts",
+    "glm_air",
+    "minimax",
     "qwen3_one_kv_head",
     "mixtral",
     "llama_scaled",

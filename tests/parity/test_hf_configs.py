@@ -106,6 +106,12 @@ REFUSED = {
     },
     "qwen3_8b": {"attention_bias": True, "attention_dropout": 0.1},
     "qwen3_30b_a3b": {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
+    "glm_4_5_air": {"hidden_act": "gelu", "attention_dropout": 0.1},
+    "minimax_m2": {
+        "scoring_func": "softmax", "use_routing_bias": False, "router_jitter_noise": 0.1,
+        "shared_intermediate_size": 8, "attn_type_list": [1, 0], "attention_bias": True,
+        "output_router_logits": True, "use_qk_norm": False, "qk_norm_type": "per_head",
+    },
     "gpt_oss_20b": {
         "layer_types": ["full_attention", "sliding_attention"] * 12, "swiglu_alpha": 1.5, "swiglu_limit": 0.0,
         "hidden_act": "gelu", "quantization_config": {"quant_method": "fp8"},
@@ -127,6 +133,7 @@ def test_all_unsupported_values_are_named_at_once(name):
 
 YARN = PUBLISHED["deepseek_v3"]["rope_scaling"]
 FAMILIES = ("deepseek_v2", "deepseek_v3/kimi_k2", "llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss")
+FAMILIES += ("glm4_moe", "bailing_moe_v2/bailing_moe", "minimax_m2")
 LLAMA3 = PUBLISHED["llama3_8b"]["rope_scaling"]
 ROPES = [
     ({"type": "linear", "factor": 2.0}, 'rope_type="linear"'),

@@ -6,7 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint.hf.tensor_files import has_weights
@@ -52,7 +54,7 @@ def refused(folder, match=None):
 
 
 @pytest.mark.parametrize("how", [{"max_shard_size": "20KB"}, {"save_original_format": False}], ids=str)
-@pytest.mark.parametrize("case", ["v3_moonlight", "v2_plain", "qwen3_renormalised", "mixtral"])
+@pytest.mark.parametrize("case", ["v3_moonlight", "v2_plain", "qwen3_renormalised", "mixtral", "minimax"])
 def test_shards_and_experts_in_one_tensor_are_read_as_one_file(tmp_path, case, how):
     model = random_model(CASES[case])
     model.save_pretrained(tmp_path / "hf")
@@ -214,3 +216,23 @@ def test_a_failed_write_leaves_the_earlier_files(folder, monkeypatch):
         save_hf(model, config, folder)
     assert (folder / "model.safetensors").read_bytes() == before
     assert not list(folder.glob(".*"))
+
+
+def test_transformers_runs_the_prediction_layer_of_a_glm_folder(tmp_path):
+    """Its layer 46, the only one beside 92 that transformers takes for one, computes our loss of depth 1."""
+    case = CASES["glm_air"]
+    shape = case.config | {"num_hidden_layers": 46, "first_k_dense_replace": 45}
+    random_model(replace(case, config=shape)).save_pretrained(tmp_path / "shape")
+    config = replace(load_hf(tmp_path / "shape")[0], mtp_depth=1, init_std=0.2)
+    ours = build_model(config, seed=5)
+    save_hf(ours, config, tmp_path / "hf")
+    assert_same_bits(load_hf(tmp_path / "hf")[1].state_dict(), ours.state_dict())
+    main, _ = reload(tmp_path / "hf")
+    layer, tokens = MtpModel.from_pretrained(main), tokens_of(case, 15)
+    with torch.no_grad():
+        found = ours.loss(tokens[:, :-1], tokens[:, 1:]).mtp
+        state = main.model(tokens[:, :-1]).last_hidden_state[:, :-1]
+        positions = torch.arange(13)[None]
+        state = layer.forward_layer(0, state, positions, None, input_ids=tokens[:, 1:-1])
+        expected = F.cross_entropy(main.lm_head(state).flatten(0, 1), tokens[:, 2:].flatten())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)

@@ -20,7 +20,10 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a published folder, by name: ``theirs`` equals ``ours[index]`` of our model bitwise."""
+    """A tensor of a published folder, by name: ``theirs`` equals ``ours[index]`` of our model bitwise.
+
+    With ``rows``, only these of its rows, of ``num_rows``; the next pieces have the others.
+    """
 
     theirs: str
     ours: str
@@ -31,6 +34,8 @@ class Piece:
     written: bool = True
     # if set, ``form.to_ours(theirs)`` equals ``ours``
     form: Form | None = None
+    rows: slice | None = None
+    num_rows: int = 0
 
     def theirs_of(self, ours: Tensor) -> Tensor:
         """Return the published tensor, given ``ours[index]``."""
@@ -45,7 +50,7 @@ class Family:
     name: str
     architecture: str
     attention: str
-    # our name of each attention tensor, keyed by its published name
+    # our name of each attention tensor, keyed by its published name; several names: their rows stacked
     attention_names: Callable[[ModelConfig], dict[str, str]]
     read: Callable[[Keys], dict[str, Any]]
     # the nearest config.json, which may not express all of the model
@@ -62,6 +67,10 @@ class Family:
     aliases: tuple[str, ...] = ()
     # values of config.json's attention_bias that are supported
     attention_bias: tuple[bool, ...] = (False,)
+    # parts of tensor names that differ from those of `pieces`, and what the family has instead
+    renames: tuple[tuple[str, str], ...] = ()
+    # a multi-token-prediction layer repeats embedding and head
+    mtp_copies: bool = True
     # transformers requires hidden_size to be a multiple of num_attention_heads
     whole_heads: bool = False
     # supported quant_method of config.json's quantization_config

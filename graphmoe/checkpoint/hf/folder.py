@@ -1,7 +1,9 @@
 """Hugging Face folders (config.json and safetensors): open, read, write."""
 
 import functools
+import itertools
 import json
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -74,18 +76,24 @@ class OpenFolder:
 
     def _copy(self, piece: Piece, part: Tensor, index: Index) -> None:
         if piece.form is None:
-            part.copy_(self.files.read(piece.theirs, index))
+            part.copy_(self._read(piece, index))
             return
         experts = torch.arange(self.shapes[piece.ours][0])[index[0]].tolist()
         for into, expert in zip(part, experts, strict=True):  # one at a time, which bounds the memory
             theirs = self.files.read(piece.theirs, (slice(expert, expert + 1),))
             into.copy_(piece.form.to_ours(theirs)[(0, *index[1:])])
 
+    def _read(self, piece: Piece, index: Index = WHOLE) -> Tensor:
+        if piece.rows is not None and isinstance(index[0], slice):
+            rows = range(piece.rows.start, piece.rows.stop)[index[0]]
+            index = (slice(rows.start, rows.stop), *index[1:])
+        return self.files.read(piece.theirs, index)
+
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
         """Return ``[index]`` of our tensor ``name``. If several tensors store it, join them in ``dtype``."""
         mine = self._pieces_of[name]
         if len(mine) == 1 and mine[0].form is None:
-            return self.files.read(mine[0].theirs, index)
+            return self._read(mine[0], index)
         whole = torch.empty(self.shapes[name], dtype=dtype)
         for piece in mine:
             self._copy(piece, whole[piece.index], WHOLE)
@@ -112,6 +120,7 @@ class OpenFolder:
         ours = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         for piece in self.pieces:
             wanted = tuple(piece.theirs_of(ours[piece.ours][piece.index]).shape)
+            wanted = (piece.num_rows or wanted[0], *wanted[1:])
             header = headers.get(piece.theirs)
             if header is None:
                 if piece.repeats is None:
@@ -129,7 +138,7 @@ class OpenFolder:
         for name, header in headers.items():
             if name not in known and not NO_WEIGHTS.search(name) and 0 not in header.shape:
                 problems.append(f"extra: {name} {list(header.shape)}")
-        return problems
+        return [*dict.fromkeys(problems)]  # several pieces may be of one tensor
 
     def _equal(self, *names: str) -> bool:
         is_float = all(self.files.headers[name].dtype in DTYPES for name in names)
@@ -176,16 +185,18 @@ def entries_of(
 ) -> Iterator[TensorToWrite]:
     """Yield the tensors to write to a folder; each is sliced from our tensor when it is written."""
     ours = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    for piece in found:
-        if not piece.written:
-            continue
+    written = (piece for piece in found if piece.written)
+    for theirs, grouped in itertools.groupby(written, operator.attrgetter("theirs")):
+        group = [*grouped]
+        piece = group[0]
 
-        def make(piece: Piece = piece) -> Tensor:
-            part = piece.theirs_of(read(piece.ours, piece.index))
-            return part.clone() if piece.repeats else part  # safetensors rejects shared memory
+        def make(group: list[Piece] = group) -> Tensor:
+            parts = [piece.theirs_of(read(piece.ours, piece.index)) for piece in group]
+            # safetensors rejects shared memory
+            return torch.cat(parts) if len(parts) > 1 or group[0].repeats else parts[0]
 
         shape = tuple(piece.theirs_of(ours[piece.ours][piece.index]).shape)
-        yield TensorToWrite(piece.theirs, shape, dtypes[piece.ours], make)
+        yield TensorToWrite(theirs, (piece.num_rows or shape[0], *shape[1:]), dtypes[piece.ours], make)
 
 
 def write_hf(

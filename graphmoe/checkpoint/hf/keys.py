@@ -81,10 +81,13 @@ _LLAMA3 = {
 }
 
 
-def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: bool) -> dict[str, Any]:
+def read_rope(
+    keys: Keys, *, default_theta: float, context: int, scales_scores: bool, fraction: float | None = None
+) -> dict[str, Any]:
     """Return ModelConfig fields of the rotary embedding.
 
-    ``scales_scores``: the family scales attention scores by mscale_all_dim.
+    ``scales_scores``: the family scales attention scores by mscale_all_dim. ``fraction``: its default part of
+    a head with rotary embedding; None: whole heads only.
     """
     # rope_parameters in transformers 5
     rope = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
@@ -93,7 +96,10 @@ def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: 
         return {}
     inner = Keys({**{name: keys.raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}, **rope})
     fields: dict[str, Any] = {"rope_theta": inner.float("rope_theta", default_theta)}
-    inner.only("partial_rotary_factor", 1.0)
+    if fraction is None:
+        inner.only("partial_rotary_factor", 1.0)
+    else:
+        fields["rotary_fraction"] = inner.float("partial_rotary_factor", fraction)
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling == "yarn":
         fields |= _read_yarn(inner, context, scales_scores)

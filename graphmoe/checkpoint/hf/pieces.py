@@ -1,10 +1,12 @@
 """Tensors of a published folder, each a part of one of our tensors."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from graphmoe.checkpoint.hf.family import Family, Piece
 from graphmoe.config.schema import AttentionBias, ModelConfig
+from graphmoe.plan.attention import attention_facts
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FUSED = ".mlp.experts.gate_up_proj"
@@ -24,7 +26,14 @@ def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[
         found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=i < config.num_dense_layers)
     for k in range(config.mtp_depth):
         found += _mtp(family, config, f"model.layers.{config.num_layers + k}", f"mtp.{k}")
-    return found
+    return [_renamed(piece, family) for piece in found] if family.renames else found
+
+
+def _renamed(piece: Piece, family: Family) -> Piece:
+    theirs, repeats = piece.theirs, piece.repeats
+    for ours, published in family.renames:
+        theirs, repeats = theirs.replace(ours, published), repeats and repeats.replace(ours, published)
+    return replace(piece, theirs=theirs, repeats=repeats)
 
 
 def _head(config: ModelConfig) -> Piece:
@@ -36,20 +45,22 @@ def _head(config: ModelConfig) -> Piece:
 def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
     """Yield the tensors of a multi-token-prediction layer, with its copies of embedding and head."""
     head = _head(config)
-    yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
+    if family.mtp_copies:
+        yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
     yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")
     yield Piece(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
     yield Piece(f"{theirs}.eh_proj.weight", f"{ours}.proj.weight")
     yield from _layer(family, config, theirs, f"{ours}.layer", dense=False)
     yield Piece(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
-    yield Piece(f"{theirs}.shared_head.head.weight", head.ours, repeats=head.repeats or head.theirs)
+    if family.mtp_copies:
+        yield Piece(f"{theirs}.shared_head.head.weight", head.ours, repeats=head.repeats or head.theirs)
 
 
 def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
-    for their_name, our_name in family.attention_names(config).items():
-        yield Piece(f"{theirs}.self_attn.{their_name}.weight", f"{ours}.attn.{our_name}.weight")
-    for letter in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
-        yield Piece(f"{theirs}.self_attn.{letter}_proj.bias", f"{ours}.attn.biases.{letter}")
+    for their_name, our_names in family.attention_names(config).items():
+        yield from _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
+    for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
+        yield Piece(f"{theirs}.self_attn.{name}_proj.bias", f"{ours}.attn.biases.{name}")
     if config.attention_sinks:
         yield Piece(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks_H")
     yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
@@ -68,6 +79,17 @@ def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense
     if config.shared_ffn_size:
         yield from _swiglu(f"{block}.shared_experts", f"{ours}.shared_experts", config.shared_ffn_size)
     yield from _experts(family, config, block, f"{ours}.moe_experts")
+
+
+def _stacked(config: ModelConfig, theirs: str, ours: str, names: Sequence[str]) -> Iterator[Piece]:
+    if len(names) == 1:
+        yield Piece(f"{theirs}.weight", f"{ours}.{names[0]}.weight")
+        return
+    widths = {weight.name: weight.columns for weight in attention_facts(config).weights}
+    ends = [*itertools.accumulate((widths[name] for name in names), initial=0)]
+    for name, *rows in zip(names, ends, ends[1:], strict=False):
+        whole = Piece(f"{theirs}.weight", f"{ours}.{name}.weight")
+        yield replace(whole, rows=slice(*rows), num_rows=ends[-1])
 
 
 def _experts(family: Family, config: ModelConfig, block: str, ours: str) -> Iterator[Piece]:

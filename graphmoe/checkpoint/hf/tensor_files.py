@@ -35,7 +35,7 @@ FP8, FP8_NAME = torch.float8_e4m3fn, "F8_E4M3"
 # Suffix of a weight's name for its scales
 SCALE = "_scale_inv"
 # Weights written in fp8; embedding, norms, router, head and eh_proj are published without
-PRODUCTS = re.compile(r"\.(?!eh_)(\w+_proj(_with_mqa)?|w[123])\.weight$")
+PRODUCTS = re.compile(r"\.(?!eh_)(\w+_proj(_with_mqa)?|w[123]|query_key_value|dense)\.weight$")
 # quantization_config of config.json
 QUANTIZATION: dict[str, Any] = {
     "activation_scheme": "dynamic",

@@ -135,7 +135,10 @@ def _heads(sizes: Sizes) -> Iterator[Kept]:
     if facts.normed_heads:
         normed = sizes.gathered * (facts.normed_heads // sizes.layout.tp)
         yield Kept("attn", e * normed * facts.head)
-        yield Kept("attn", 4 * normed, part="layernorm")
+        of_norms = 2 * sizes.gathered if sizes.model.qk_norm_whole else normed
+        if sizes.model.qk_norm_whole and sizes.layout.tp > 1:  # inputs in fp32, and no fused norm
+            of_norms += normed * facts.head
+        yield Kept("attn", 4 * of_norms, part="layernorm")
     yield Kept("attn", e * sizes.attended * facts.head * (sizes.heads(heads) + sizes.heads(groups)))
     # after an exchange, values are a view of the received queries, keys and values
     values = sizes.heads(groups) if sizes.exchanging == 1 else sizes.heads(heads + 2 * groups)
@@ -210,6 +213,7 @@ def _router(sizes: Sizes, travels: bool, shared_again: bool) -> Iterator[Kept]:
     reads = (not travels and "experts" not in sizes.fp8) or (
         model.shared_ffn_size and not (_shares_in_fp8(sizes) and not (travels and shared_again))
     )
+    reads = reads or model.shared_gate
     if (not travels or model.shared_ffn_size) and (reads or sizes.element_bytes == 4):
         # dispatched tokens are an output of their unit: saved, whatever is recomputed
         yield Kept("moe_router", sizes.state, readers, "" if travels else "layernorm")
@@ -233,6 +237,8 @@ def _shared(sizes: Sizes, travels: bool) -> Iterator[Kept]:
     model, name = sizes.model, "shared_experts"
     if model.shared_ffn_size:
         yield from _swiglu(sizes, name, model.shared_ffn_size)
+    if model.shared_gate:  # the result before the gate
+        yield Kept(name, sizes.state, part=name)
     in_8_bits = sizes.tokens * (model.hidden_size + ROWWISE.scale_bytes)
     here = not travels and "experts" in sizes.fp8
     if _shares_in_fp8(sizes) and sizes.layout.tp == 1:

@@ -64,11 +64,18 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
         timed([name for name in before if name in facts.up]),
         scores,
         speeds.dense(sizes.gathered, [(last.rows / tp, last.columns)], fp8),
-        _latents_gathered(sizes, speeds) if facts.latents else along_tp(sizes, speeds),
+        _latents_gathered(sizes, speeds) if facts.latents else _input_gathered(sizes, speeds),
         along_tp(sizes, speeds),
         _heads_exchanged(sizes, speeds),
         _ring(sizes, speeds, scores),
     )
+
+
+def _input_gathered(sizes: Sizes, speeds: Speeds) -> float:
+    tp = sizes.layout.tp
+    # one norm for all heads needs a mean from each rank, of queries and of keys
+    means = 2 * speeds.gather(FP32 * sizes.gathered * tp, tp) if sizes.model.qk_norm_whole else 0.0
+    return along_tp(sizes, speeds) + means
 
 
 def along_tp(sizes: Sizes, speeds: Speeds) -> float:

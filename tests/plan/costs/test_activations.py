@@ -32,10 +32,14 @@ TWO, FP8 = "launch.fake_world=2", "precision.fp8=rowwise"
 SYMM = (TWO, "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none")
 RING = (*GQA, TWO, "parallel.cp=2", "parallel.cp_method=ring")
 NORMS = (*GQA, "model.qk_norm=true", "model.shared_ffn_size=0")
+WHOLE = (*GQA, "model.qk_norm=true", "model.qk_norm_whole=true", "model.rotary_fraction=0.5")
+GATE = "model.shared_gate=true"
 BIASES = ("model.expert_bias=true", "model.router_bias=true", "model.swiglu_limit=7")
 CASES: dict[str, Sequence[str]] = {
     "a dense and a MoE layer": (), "latent queries": LATENT, "grouped queries": GQA,
     "norms, without shared experts": NORMS, "multi-token prediction": ("model.mtp_depth=1", *GQA),
+    "one norm of all heads": (*WHOLE, GATE), "8 bits, a gate": (FP8, GATE),
+    "one norm of all heads, tp": (*WHOLE, GATE, TWO, "parallel.tp=2"),
     "tp": (TWO, "parallel.tp=2"), "cp": (TWO, "parallel.cp=2"), "a ring": RING, "ep": (TWO, "parallel.ep=2"),
     "ep on a receive budget": (*GQA, *SYMM), "ep with replicas": (*GQA, *SYMM[:-1], "moe.balance=replicas"),
     "biases": (*GQA, *BIASES), "biases, ep": (TWO, "parallel.ep=2", *GQA, *BIASES),

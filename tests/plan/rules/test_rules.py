@@ -64,6 +64,13 @@ model.attention=gqa model.num_kv_heads=0 | model.num_kv_heads=0 does not divide
 model.attention=gqa model.head_dim=7 | model.head_dim=7 must be even
 model.qk_rope_head_dim=5 | model.qk_rope_head_dim=5 must be even
 model.qk_norm=true | model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false
+model.qk_norm_whole=true | model.qk_norm_whole=true applies to model.attention=gqa only; use
+model.rotary_fraction=0.5 | model.rotary_fraction=0.5 applies to model.attention=gqa only; use
+model.attention=gqa model.qk_norm_whole=true | with model.qk_norm=false; use qk_norm_whole=false
+model.attention=gqa model.head_dim=10 model.rotary_fraction=0.5 | =0.5 must make an even number of
+model.attention=gqa model.rotary_fraction=0 | model.rotary_fraction=0 must make an even number
+model.attention=gqa model.rotary_fraction=0.26 | model.rotary_fraction=0.26 must make an even number
+model.shared_gate=true model.shared_ffn_size=0 | with model.shared_ffn_size=0; use shared_gate=false
 model.window=8 | model.window=8 applies to model.attention=gqa only; use window=0
 model.attention_bias=qkv | model.attention_bias=qkv applies to model.attention=gqa only; use
 model.attention=gqa model.full_every=2 | has no effect with model.window=0; use full_every=0
@@ -353,6 +360,7 @@ def test_what_breaks_no_rule_is_taken():
 
 OF_EXPERTS = """
 model.top_k=3 model.expert_ffn_size=8 model.shared_ffn_size=0 model.score_function=sigmoid
+model.shared_gate=true
 model.softmax_after_topk=true model.renormalise=true model.routed_scale=2.0 model.num_groups=2
 model.expert_bias=true model.swiglu_limit=7.0 model.router_bias=true
 model.topk_groups=2 model.group_score=topk_sum model.selection_bias=true model.bias_update_rate=0.1

@@ -4,7 +4,16 @@ import json
 from typing import Any
 
 from graphmoe.checkpoint.hf.differences import same_function
-from graphmoe.checkpoint.hf.families import deepseek, gpt_oss, llama, mixtral, qwen3_moe
+from graphmoe.checkpoint.hf.families import (
+    bailing,
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mixtral,
+    qwen3_moe,
+)
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION
@@ -17,9 +26,14 @@ FAMILIES = (
     llama.LLAMA, llama.QWEN3,
     qwen3_moe.QWEN3_MOE,
     mixtral.MIXTRAL,
+    bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
+    minimax_m2.MINIMAX_M2,
     gpt_oss.GPT_OSS,
 )  # fmt: skip
 """Families in the order in which a model to write tries them; each has its own file here."""
+
+
+ALSO = {"fmt": "float8_e4m3fn"}  # MiniMax-M2's word
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
@@ -105,7 +119,7 @@ def _check_quantization(family: Family, keys: Keys) -> None:
     else:
         for name, value in QUANTIZATION.items():
             given = found.get(name, None if name == "quant_method" else value)
-            if given != value:
+            if given not in (value, ALSO.get(name, value)):
                 keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
         if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
             keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')

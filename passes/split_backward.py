@@ -84,6 +84,21 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
     )
 
 
+def drop_kept_axes(graph: fx.Graph) -> None:
+    """Let sums drop the axes that they keep and views take away again; in place."""
+    # Inductor's fused reductions return a sum without them (pytorch #177782, in 2.10 and 2.11), which is an
+    # error of W if I hands it over
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        x, axes, keeps = (*node.args, False)[:3]
+        shape = x.meta["val"].sum(axes).shape
+        users = [*node.users]
+        if keeps and users and all(n.target in VIEWS and n.meta["val"].shape == shape for n in users):
+            node.args, node.meta["val"] = (x, axes), users[0].meta["val"]
+            for user in users:
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
+
+
 def _ancestors(
     roots: Iterable[fx.Node | None], goes_on: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:

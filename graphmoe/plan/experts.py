@@ -35,7 +35,6 @@ EXPERT_KEYS = (
     "bias_update_rate", "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
-EXPERT_OPTIONS = ("expert_bias", "swiglu_limit")  # of ``model``: not every backend of experts has them
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"
 # A rank may exceed its share by 1/SLACK before replication: computing is faster than sending weights

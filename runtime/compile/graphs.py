@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from graphmoe.passes.base import MadeBy, PassReport, PassRunner
 from graphmoe.passes.matching import SAME_ELEMENTS, is_cast, is_op, operand
-from graphmoe.passes.split_backward import SplitBackward, split_backward
+from graphmoe.passes.split_backward import SplitBackward, drop_kept_axes, split_backward
 from graphmoe.plan.recompute import NOTHING, UnitRecompute
 from graphmoe.runtime.compile.cut import (
     Halves,
@@ -194,6 +194,7 @@ def _joined(
     needed = [i for i, fake in enumerate(fakes) if fake.requires_grad and gradients[i] is not None]
     _set_outputs(backward, [gradients[i] for i in needed])
     of_weights = [i for i in needed if i < num_weights]
+    drop_kept_axes(backward.graph)
     splits = runner.splits_backward
     as_weights = range(len(of_weights)) if splits else ()
     return UnitGraphs(

@@ -9,7 +9,7 @@ from graphmoe.model.build import build_model
 from graphmoe.passes import PASSES
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.matching import origin
-from graphmoe.passes.split_backward import SUMS, split_backward
+from graphmoe.passes.split_backward import SUMS, drop_kept_axes, split_backward
 from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
 from graphmoe.runtime.compile.units import BoundUnit, fakes_of, units_of
 from graphmoe.runtime.torch_compat import make_fx
@@ -128,6 +128,21 @@ def test_i_hands_over_what_w_cannot_make_of_what_is_in_memory(backward, handed):
     assert names[: split.num_handed] == handed
     for actual, wanted in zip(run_both(split, 1, read), backward(*read), strict=True):
         assert torch.equal(actual, wanted)
+
+
+def test_sums_drop_the_axes_that_views_take_away():
+    def backward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        of_bias, of_rows = x.sum((0, 1), keepdim=True), x.sum(-1, keepdim=True)
+        return of_bias.view(-1) * 2, of_rows.squeeze(2), x / of_rows, x.sum(0, keepdim=True)
+
+    x = torch.randn(2, 3, 4)
+    module = make_fx(backward, tracing_mode="fake")(x)
+    wanted = module(x)
+    drop_kept_axes(module.graph)
+    module.recompile()
+    assert all(map(torch.equal, module(x), wanted))
+    sums = module.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert [node.meta["val"].dim() for node in sums] == [1, 3, 3]
 
 
 def test_a_backward_without_weights_is_left_whole():

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from graphmoe.config.ranges import fields_of, range_rules, spelled, type_rules
+from graphmoe.config.choices import EXPERTS_BACKENDS
+from graphmoe.config.ranges import fields_of, range_rules, type_rules
 from graphmoe.config.schema import (
     Balance,
     ComputeDtype,
@@ -19,7 +20,6 @@ from graphmoe.config.schema import (
 from graphmoe.config.untrusted import FileError
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.experts import (
-    EXPERT_OPTIONS,
     INSTEAD,
     WORST_CASE,
     BufferLimits,
@@ -157,18 +157,16 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
 
 def _expert_option_rules(config: RunConfig) -> Iterator[str]:
     model, moe, etp = config.model, config.moe, config.parallel.etp
-    given = [f"model.{key}={spelled(getattr(model, key))}" for key in EXPERT_OPTIONS if getattr(model, key)]
-    if not given or not has_experts(model):
-        return
     if model.expert_bias and etp > 1:
         yield (
             f"parallel.etp={etp} adds parts of an expert's result, and model.expert_bias=true would add its "
             f"bias {etp} times; use parallel.etp=1"
         )
-    if moe.experts in ("te", "turbo"):
+    if moe.experts not in EXPERTS_BACKENDS.names and (model.expert_bias or model.swiglu_limit):
+        given = "model.expert_bias=true" if model.expert_bias else f"model.swiglu_limit={model.swiglu_limit}"
         yield (
-            f"moe.experts={moe.experts} computes SwiGLU without biases or clamps, not {given[0]}; use "
-            f"moe.experts=auto, triton or torch"
+            f"moe.experts={moe.experts} may compute SwiGLU without biases or clamps, not {given}; use "
+            f"moe.experts=auto or {' or '.join(EXPERTS_BACKENDS.names[1:])}"
         )
 
 

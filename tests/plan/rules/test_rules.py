@@ -84,8 +84,8 @@ model.softmax_after_topk=true model.score_function=sigmoid | needs model.score_f
 model.softmax_after_topk=true model.renormalise=true | has no effect with
 model.expert_bias=true parallel.etp=2 | model.expert_bias=true would add its bias 2 times; use parallel.etp=1
 REPLICAS model.expert_bias=true | adds biases, which are not replicated; use moe.balance=none
-model.expert_bias=true moe.experts=te | moe.experts=te computes SwiGLU without biases or clamps, not model.exp
-model.swiglu_limit=7 moe.experts=turbo | not model.swiglu_limit=7.0; use moe.experts=auto, triton or torch
+model.expert_bias=true moe.experts=my.code:Mine | may compute SwiGLU without biases or clamps, not model.exp
+model.swiglu_limit=7 moe.experts=my.code:Mine | not model.swiglu_limit=7.0; use moe.experts=auto or torch
 model.num_groups=3 | does not divide model.num_experts=8; use one of [1, 2, 4, 8]
 model.num_groups=2 model.topk_groups=3 | exceeds model.num_groups=2; use 1 to 2
 model.num_groups=8 model.topk_groups=1 | leaves 1 experts for model.top_k=2; use topk_groups=2

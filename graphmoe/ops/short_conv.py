@@ -19,21 +19,23 @@ def short_conv(x_BSC: Tensor, w_CT: Tensor, first_BS: Tensor | None) -> Tensor:
     The last tap multiplies the position itself. Taps before ``first_BS``, the first position of each
     position's document, are 0; None: before the sequence.
     """
-    (_, S, _), taps = x_BSC.shape, w_CT.to(accumulator(x_BSC)).unbind(1)
-    position_S = torch.arange(S, device=x_BSC.device)
+    taps, position_S = (
+        w_CT.to(accumulator(x_BSC)).unbind(1),
+        torch.arange(x_BSC.shape[1], device=x_BSC.device),
+    )
+    own_BS = position_S[None] if first_BS is None else position_S - first_BS
     total = x_BSC * taps[-1]
     for back, tap in enumerate(taps[-2::-1], 1):
-        earlier = F.pad(x_BSC, (0, 0, back, 0))[:, :S]
-        if first_BS is not None:
-            earlier = earlier.where((position_S - back >= first_BS)[..., None], 0.0)
-        total = total + earlier * tap
+        # compiled, a roll is an index of the kernel; padding would be saved for the backward
+        total = total + x_BSC.roll(back, 1).where((own_BS >= back)[..., None], 0.0) * tap
     return F.silu(total).to(x_BSC.dtype)
 
 
 def unit_norm(x: Tensor) -> Tensor:
     """Divide by the norm of the last axis."""
     wide = x.to(accumulator(x))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + UNIT_NORM_EPS)).to(x.dtype)
+    # not of ``wide``, or a compiled unit saves that for the backward
+    return (x * torch.rsqrt(wide.square().sum(-1, keepdim=True) + UNIT_NORM_EPS)).to(x.dtype)
 
 
 def gated_norm(x: Tensor, weight_W: Tensor, gate: Tensor, eps: float) -> Tensor:

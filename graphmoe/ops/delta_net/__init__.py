@@ -13,9 +13,7 @@ from torch import Tensor
 
 from graphmoe.ops import has_kernel, register_gradient
 from graphmoe.ops.delta_net import reference
-
-HEADS = (16, 32, 64, 128)
-"""Sizes of heads that have kernels."""
+from graphmoe.plan.attention import LINEAR_HEADS
 
 
 @torch.library.custom_op("graphmoe::delta_net", mutates_args=())
@@ -37,7 +35,7 @@ def delta_net(
         return reference.forward(*given)
     from graphmoe.ops.delta_net import launches
 
-    assert {k_BSHK.shape[3], v_BSVW.shape[3]} <= {*HEADS}, (k_BSHK.shape, v_BSVW.shape)
+    assert {k_BSHK.shape[3], v_BSVW.shape[3]} <= {*LINEAR_HEADS}, (k_BSHK.shape, v_BSVW.shape)
     return launches.forward(*given)
 
 

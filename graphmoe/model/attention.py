@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import AttentionBackend, AttentionBias, ModelConfig, RopeScaling
 from graphmoe.model.blocks import RMSNorm, column_parallel, cut_along_tp, row_parallel
+from graphmoe.model.delta_net import GatedDeltaNet
 from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
@@ -269,6 +270,7 @@ def _norm_of(heads: int, config: ModelConfig, tp: int) -> nn.Module:
 KINDS: dict[str, Callable[[ModelConfig, Layout], nn.Module]] = {
     "mla": LatentAttention,
     "gqa": GroupedQueryAttention,
+    "delta_net": GatedDeltaNet,
 }
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.schema import ModelConfig, RopeScaling
+from graphmoe.config.schema import LinearAttention, ModelConfig, RopeScaling
 from graphmoe.plan.layout import divisors
 
 MAX_MASKED_HEAD = 256  # elements of a head in `ops.attention_kernels`
+LINEAR_HEADS = (16, 32, 64, 128)  # those in `ops.delta_net.kernels`
 
 
 class Weight(NamedTuple):
@@ -53,6 +54,8 @@ class AttentionFacts:
     """Further saved elements of a token, sharded over tp, besides queries, keys, values, result and inputs
     of `normed_heads`; None: unknown.
     """
+    recurrence: int = 0
+    """Forward FLOPs of one token's reads and writes of a state, in place of keys; 0: it attends to keys."""
     keys: tuple[str, ...] = ()
     """Keys of ``model`` that this kind reads and another may not."""
     problems: tuple[str, ...] = ()
@@ -62,15 +65,32 @@ def attention_facts(model: ModelConfig) -> AttentionFacts:
     return look_up(FACTS, model.attention, "model.attention", attribute="facts")(model)
 
 
+def is_hybrid(model: ModelConfig) -> bool:
+    return model.linear_attention is not LinearAttention.none
+
+
+def is_linear(model: ModelConfig, index: int) -> bool:
+    """Return whether a layer has ``linear_attention``; layers of multi-token prediction see all keys."""
+    if not is_hybrid(model) or index >= model.num_layers:
+        return False
+    return model.full_every < 1 or (index + 1) % model.full_every != 0
+
+
 def model_of_layer(model: ModelConfig, index: int) -> ModelConfig:
-    """Return the configuration of one layer: ``window=0`` if the layer sees all keys."""
+    """Return the configuration of one layer: ``window=0`` if the layer sees all keys.
+
+    With ``linear_attention``, ``attention`` is the kind of the layer, and all layers of the result are alike.
+    """
+    if is_hybrid(model):
+        kind = model.linear_attention.value if is_linear(model, index) else model.attention
+        return replace(model, attention=kind, linear_attention=LinearAttention.none, full_every=0)
     sees_all = model.full_every > 0 and (index + 1) % model.full_every == 0
     return replace(model, window=0, full_every=0) if sees_all else model
 
 
 def full_layers(model: ModelConfig) -> int:
     """Return the number of layers that see all keys."""
-    if not model.window:
+    if not model.window and not is_hybrid(model):
         return model.num_layers
     return model.num_layers // model.full_every if model.full_every else 0
 
@@ -79,6 +99,8 @@ def keys_per_query(model: ModelConfig, seq_len: int) -> float:
     """Return the mean number of keys that a query sees, over all layers; half the sequence if causal."""
     window, layers = min(model.window or seq_len, seq_len), model.num_layers
     of_window = window - window**2 / max(2 * seq_len, 1)
+    if is_hybrid(model):
+        of_window = 0.0
     full = full_layers(model)
     return (full * seq_len / 2 + (layers - full) * of_window) / layers
 
@@ -164,7 +186,9 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
             )
         if model.qk_norm_whole and not model.qk_norm:
             yield "model.qk_norm_whole=true has no effect with model.qk_norm=false; use qk_norm_whole=false"
-        if model.full_every and not model.window:
+        if is_hybrid(model):
+            yield from _delta_net_problems(model)
+        elif model.full_every and not model.window:
             yield f"model.full_every={model.full_every} has no effect with model.window=0; use full_every=0"
         elif model.full_every and not 2 <= model.full_every <= model.num_layers:
             yield (
@@ -195,9 +219,66 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
         keys=(
             *("num_kv_heads", "head_dim", "qk_norm", "qk_norm_whole", "rotary_fraction"),
             *("window", "full_every", "attention_sinks", "attention_gate", "attention_bias"),
+            *("linear_attention", *(DELTA_NET_KEYS if is_hybrid(model) else ())),
         ),
         problems=tuple(problems()),
     )
 
 
-FACTS: dict[str, Callable[[ModelConfig], AttentionFacts]] = {"mla": _latent, "gqa": _grouped}
+DELTA_NET_KEYS = (
+    *("linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_taps",
+)
+
+
+def _delta_net_problems(model: ModelConfig) -> Iterator[str]:
+    keys, values = model.linear_key_heads, model.linear_value_heads
+    if values % max(keys, 1):
+        below = values - values % keys
+        yield (
+            f"model.linear_value_heads={values} is not a multiple of model.linear_key_heads={keys}; "
+            f"use linear_value_heads={below or keys}"
+        )
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        if (size := getattr(model, key)) not in LINEAR_HEADS:
+            yield f"model.{key}={size} has no kernels; use {', '.join(map(str, LINEAR_HEADS))}"
+    kind = f"model.linear_attention={model.linear_attention.value}"
+    if not 2 <= model.full_every <= model.num_layers:
+        yield (
+            f"model.full_every={model.full_every} must be 2 to model.num_layers={model.num_layers} with "
+            f"{kind}, so that there are layers of both kinds"
+        )
+    if model.window:
+        yield f"model.window={model.window} has no layer to apply to with {kind}; use window=0"
+
+
+def _delta_net(model: ModelConfig) -> AttentionFacts:
+    width, key, value = model.hidden_size, model.linear_key_head_dim, model.linear_value_head_dim
+    keys, heads = model.linear_key_heads * key, model.linear_value_heads
+    values = heads * value
+    return AttentionFacts(
+        key,
+        value,
+        0,
+        (
+            Weight("q_proj", width, keys),
+            Weight("k_proj", width, keys),
+            Weight("v_proj", width, values),
+            Weight("gate_proj", width, values),
+            Weight("beta_proj", width, heads),
+            Weight("decay_proj", width, heads),
+            Weight("out_proj", values, width),
+        ),
+        axes=("tp",),
+        documents=True,
+        # before and after the convolution, the gate; then norms, decays and beta, of which some are fp32
+        kept=2 * (2 * keys + values) + values + 4 * model.linear_key_heads + 7 * heads,
+        recurrence=heads * key * value * 6,
+        keys=DELTA_NET_KEYS,
+    )
+
+
+# delta_net is the kind of some layers only (`model_of_layer`)
+FACTS: dict[str, Callable[[ModelConfig], AttentionFacts]] = {
+    "mla": _latent, "gqa": _grouped, "delta_net": _delta_net
+}  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.plan.attention import Latents
+from graphmoe.plan.attention import Latents, is_linear
 from graphmoe.plan.costs.rates import ROWWISE, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.pipeline.layouts import StagePieces, normalises
@@ -43,7 +43,7 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
         found[RECEIVED] = Counter({RECEIVED: _carried(sizes, pieces)})
     like: dict[tuple[bool, ...], Bytes] = {}
     for i in pieces.layers:
-        key = i < dense, i in recompute.layers, i in sizes.fp8_skips
+        key = i < dense, i in recompute.layers, i in sizes.fp8_skips, is_linear(model, i)
         if key not in like:
             like[key] = layer_activations(sizes, recompute, i)
         found[f"layer {i}"] = like[key].copy()
@@ -125,8 +125,17 @@ def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
         yield from _read(sizes, "attn", tokens, d, made, "layernorm")
     else:
         yield from _read(sizes, "attn", sizes.gathered, d, [each.columns / tp for each in of_input])
-    yield from _latent_heads(sizes, latents) if latents else _heads(sizes)
+    if sizes.attention.recurrence:
+        yield from _results_of_states(sizes)
+    else:
+        yield from _latent_heads(sizes, latents) if latents else _heads(sizes)
     yield Kept("attn", sizes.state, (next_segment,))
+
+
+def _results_of_states(sizes: Sizes) -> Iterator[Kept]:
+    width = sizes.attention.weights[-1].rows // sizes.layout.tp
+    yield Kept("attn", sizes.element_bytes * sizes.gathered * width, part="core_attn")
+    yield from _read(sizes, "attn", sizes.gathered, width, [sizes.model.hidden_size])
 
 
 def _heads(sizes: Sizes) -> Iterator[Kept]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphmoe.config.schema import ComputeDtype, ModelConfig, RunConfig
+from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, layer_activations
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import (
@@ -70,7 +71,9 @@ def times_of_layers(
 ) -> list[list[SegmentTime]]:
     """Return the times of several layers' segments; equal layers share one list."""
     dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
-    kinds = [(i < dense, i in recompute.layers, i in sizes.fp8_skips) for i in indices]
+    kinds = [
+        (i < dense, i in recompute.layers, i in sizes.fp8_skips, is_linear(sizes.model, i)) for i in indices
+    ]
     alike = [firsts.setdefault(kind, index) for kind, index in zip(kinds, indices, strict=True)]
     return [_times_of_layer(sizes, speeds, recompute, index) for index in alike]
 

@@ -18,7 +18,7 @@ from graphmoe.config.schema import (
     ScoreFunction,
 )
 from graphmoe.config.untrusted import FileError
-from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.attention import attention_facts, is_hybrid
 from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,
@@ -56,6 +56,11 @@ def model_rules(config: RunConfig) -> Iterator[str]:
             f"use 0 to {model.num_layers}"
         )
     yield from attention_facts(model).problems
+    if is_hybrid(model) and model.attention != "gqa":
+        yield (
+            f"model.linear_attention={model.linear_attention.value} applies to model.attention=gqa only; use "
+            f"linear_attention=none"
+        )
     if model.rope_scaling is RopeScaling.yarn:
         if not 1 <= model.yarn_factor < math.inf:
             yield f"model.yarn_factor={model.yarn_factor} must be 1 or greater"

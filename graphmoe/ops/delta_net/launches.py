@@ -45,7 +45,7 @@ def backward(
     kernels.gradients_kernel[(V, chunks, B)](
         d_out, q, k, v, g, beta, first, scores, state, step, d_state, d_error, dq, dk, dv, dg, d_beta,
         *_strides(d_out, q, k, v), S, scale, W=W, BK=min(K, block), BW=min(W, block), **constants,
-        num_warps=num_warps(256), num_stages=1,
+        num_warps=num_warps(256 if min(K, W) > 16 else 128), num_stages=1,  # 256 fault in fp32 on sm_90
     )  # fmt: skip
     if V > H:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))

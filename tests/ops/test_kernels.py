@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.ahead_of_time import ROOT, TARGETS, compiled
+from tests.ops.ahead_of_time import ON_NVIDIA_ONLY, ROOT, TARGETS, compiled
 from tests.runs import slow_but
 
 TEXTS = {path.stem: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
@@ -100,8 +100,7 @@ def test_kernels_pass_in_the_interpreter(file):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_move_wide_rows(file, target):
     facts = compiled(f"tests.ops.{file}", target)
-    if not facts:
-        pytest.skip("a library's kernels run there")
+    assert facts or f"tests.ops.{file}" in ON_NVIDIA_ONLY
     errors = {name: fact.error for name, fact in facts.items() if fact.error}
     assert not errors, "\n\n".join(f"{name}: {error}" for name, error in errors.items())
     spills = SPILLS.get((file, target), 0)

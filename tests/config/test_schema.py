@@ -165,7 +165,7 @@ def test_a_preset_is_the_published_model_of_the_documentation_and_states_only_th
     if m.num_experts and not name.startswith("tiny"):
         family = max((prefix for prefix in BALANCE if name.startswith(prefix)), key=len)
         assert (m.aux_loss, m.aux_loss_coef) == BALANCE[family]
-    row, *_ = re.findall(rf"^\| `{name}` \|.*", (ROOT / "docs" / "model.md").read_text(), re.MULTILINE)
+    row, *_ = re.findall(rf"^\| `{name}` \|.*", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     sizes = [f"{m.num_experts}, {m.top_k}, {m.expert_ffn_size}", str(m.shared_ffn_size or "-")]
     sizes = sizes if m.num_experts else ["-", "-"]

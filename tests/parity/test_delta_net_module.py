@@ -7,9 +7,11 @@ import torch
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from graphmoe import load_hf, save_hf
 from graphmoe.config.schema import LinearAttention, ModelConfig
 from graphmoe.model.build import init_weights
 from graphmoe.model.delta_net import GatedDeltaNet
+from tests.parity.hf_models import CASES, random_model, tensors_in
 from tests.tolerances import relative_error
 
 B, S, WIDTH, UNREAD = 2, 70, 24, torch.empty(0)
@@ -106,6 +108,18 @@ def test_a_packed_sequence_is_its_documents_one_by_one():
         for start, end in zip(first, [*first[1:], S], strict=True):
             alone = ours(row[None, start:end], UNREAD, UNREAD)[0]
             torch.testing.assert_close(whole[start:end], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_centred_norms_in_bf16_keep_their_bits_in_fp32(tmp_path):
+    theirs = random_model(CASES["qwen3_next"])
+    theirs.model.norm.weight.data.mul_(0.01)
+    theirs.bfloat16().save_pretrained(tmp_path)
+    config, ours = load_hf(tmp_path, dtype=torch.float32)
+    assert config.linear_attention is LinearAttention.delta_net and config.full_every == 2
+    assert torch.equal(ours.loss_head.norm.weight, theirs.model.norm.weight.float() + 1)
+    save_hf(ours.bfloat16(), config, tmp_path / "short")
+    written = tensors_in(tmp_path / "short")["model.norm.weight"]
+    assert 0 < (written - theirs.model.norm.weight).abs().max() < 0.004  # half of a bit of 1 in bf16
 
 
 def test_initial_rates_are_uniform_and_steps_have_a_bias_of_one():

@@ -12,10 +12,12 @@ from graphmoe.config.schema import ModelConfig
 
 
 class Form(NamedTuple):
-    """Storage of experts that differs from ours: functions of tensors whose dimension 0 is the experts."""
+    """Storage that differs from ours: functions of tensors of any number of rows, or experts."""
 
     to_ours: Callable[[Tensor], Tensor]
     to_theirs: Callable[[Tensor], Tensor]
+    # rows are experts, read one at a time, which bounds the memory
+    of_experts: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class Family:
     attention_bias: tuple[bool, ...] = (False,)
     # parts of tensor names that differ from those of `pieces`, and what the family has instead
     renames: tuple[tuple[str, str], ...] = ()
+    # tensors of the attention of a layer with a state, given prefixes of their and our names
+    linear_attention: Callable[[ModelConfig, str, str], Iterable[Piece]] | None = None
+    # norms are stored as their difference from 1, but those of `linear_attention`
+    centred_norms: bool = False
     # a multi-token-prediction layer repeats embedding and head
     mtp_copies: bool = True
     # transformers requires hidden_size to be a multiple of num_attention_heads

@@ -38,7 +38,8 @@ from graphmoe.config.untrusted import read_json
 from graphmoe.model.transformer import Transformer
 
 STEM = "model"
-NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# rotary tables, and Qwen3-Next's layer of multi-token prediction, which transformers does not read either
+NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^mtp\.")
 # Tensors that a folder may repeat; never fp8
 SHARED = ("embed.weight", "loss_head.head.weight")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -78,8 +79,11 @@ class OpenFolder:
         if piece.form is None:
             part.copy_(self._read(piece, index))
             return
+        if not piece.form.of_experts:
+            part.copy_(piece.form.to_ours(self._read(piece, index[:1]))[(..., *index[1:])])
+            return
         experts = torch.arange(self.shapes[piece.ours][0])[index[0]].tolist()
-        for into, expert in zip(part, experts, strict=True):  # one at a time, which bounds the memory
+        for into, expert in zip(part, experts, strict=True):
             theirs = self.files.read(piece.theirs, (slice(expert, expert + 1),))
             into.copy_(piece.form.to_ours(theirs)[(0, *index[1:])])
 

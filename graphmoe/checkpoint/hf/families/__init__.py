@@ -13,6 +13,7 @@ from graphmoe.checkpoint.hf.families import (
     minimax_m2,
     mixtral,
     qwen3_moe,
+    qwen3_next,
 )
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
@@ -25,6 +26,7 @@ FAMILIES = (
     deepseek.V2, deepseek.V3,
     llama.LLAMA, llama.QWEN3,
     qwen3_moe.QWEN3_MOE,
+    qwen3_next.QWEN3_NEXT,
     mixtral.MIXTRAL,
     bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
     minimax_m2.MINIMAX_M2,

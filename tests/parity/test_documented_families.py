@@ -25,6 +25,7 @@ OF_FAMILY = {
     "llama": "llama_scaled_tied",
     "qwen3": "qwen3_dense",
     "qwen3_moe": "qwen3_renormalised",
+    "qwen3_next": "qwen3_next",
     "mixtral": "mixtral_odd",
     "gpt_oss": "gpt_oss",
     "glm4_moe": "glm_air",

@@ -16,7 +16,7 @@ from graphmoe.checkpoint.hf.families import (
 )
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
-from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION
+from graphmoe.checkpoint.hf.tensor_files import QUANTIZATIONS
 from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.plan.rules.model import model_problems
@@ -33,7 +33,7 @@ FAMILIES = (
 """Families in the order in which a model to write tries them; each has its own file here."""
 
 
-ALSO = {"fmt": "float8_e4m3fn"}  # MiniMax-M2's word
+ALSO_READ = {"fmt": "float8_e4m3fn"}  # another spelling of the same format
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
@@ -112,17 +112,15 @@ def _check_quantization(family: Family, keys: Keys) -> None:
     if not found:
         return
     if not isinstance(found, dict):
-        keys.refuse("quantization_config", found, json.dumps(QUANTIZATION))
-    elif family.quantization != "fp8":
-        if (given := found.get("quant_method")) != family.quantization:
-            keys.refuse("quantization_config.quant_method", given, json.dumps(family.quantization))
-    else:
-        for name, value in QUANTIZATION.items():
-            given = found.get(name, None if name == "quant_method" else value)
-            if given not in (value, ALSO.get(name, value)):
-                keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
-        if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
-            keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
+        keys.refuse("quantization_config", found, json.dumps(wanted))
+        return
+    for name, value in wanted.items():
+        given = found.get(name, None if name == "quant_method" else value)
+        if given not in (value, ALSO_READ.get(name, value)):
+            keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
+    if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
+        keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
+    wanted = QUANTIZATIONS[family.quantization]
 
 
 def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:

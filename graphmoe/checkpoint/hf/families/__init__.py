@@ -19,6 +19,7 @@ from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.checkpoint.hf.tensor_files import QUANTIZATIONS
 from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.plan.attention import rotary_elements
 from graphmoe.plan.rules.model import model_problems
 
 FAMILIES = (
@@ -103,7 +104,18 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
     )
     if keys.problems:
         return config, [*dict.fromkeys(keys.problems)]  # a key may be read twice
-    return config, model_problems(config)
+    return config, model_problems(config) or _rounded_down(config)
+
+
+def _rounded_down(config: ModelConfig) -> list[str]:
+    fraction, head = config.rotary_fraction, config.head_dim
+    ours, theirs = rotary_elements(head, fraction), int(head * fraction)  # as transformers does
+    if config.attention != "gqa" or ours == theirs:
+        return []
+    return [
+        f"model.rotary_fraction={fraction} of model.head_dim={head} is {theirs} elements for transformers, "
+        f"which rounds down; use a fraction that it takes as {ours}, or another head_dim"
+    ]
 
 
 def _check_quantization(family: Family, keys: Keys) -> None:
@@ -111,6 +123,7 @@ def _check_quantization(family: Family, keys: Keys) -> None:
     found = keys.raw.get("quantization_config")
     if not found:
         return
+    wanted = QUANTIZATIONS[family.quantization]
     if not isinstance(found, dict):
         keys.refuse("quantization_config", found, json.dumps(wanted))
         return
@@ -120,7 +133,6 @@ def _check_quantization(family: Family, keys: Keys) -> None:
             keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
     if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
         keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
-    wanted = QUANTIZATIONS[family.quantization]
 
 
 def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from graphmoe.checkpoint.hf.grouped_query import (
 )
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.schema import ModelConfig
+from graphmoe.plan.attention import rotary_elements
 
 SHARED = "num_shared_experts"
 
@@ -29,18 +30,19 @@ def _read(keys: Keys) -> dict[str, Any]:
     fields = read_attention(keys, default_theta=6e5, default_fraction=1.0)
     moe = read_sigmoid_moe(keys, "num_experts", shared=SHARED)
     keys.only("moe_shared_expert_intermediate_size", moe["shared_ffn_size"])
-    keys.only("rotary_dim", round(fields.get("rotary_fraction", 1.0) * fields["head_dim"]))
+    keys.only("rotary_dim", rotary_elements(fields["head_dim"], fields.get("rotary_fraction", 1.0)))
     return fields | moe | {"qk_norm": keys.bool("use_qk_norm", True)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+    rotary = rotary_elements(config.head_dim, config.rotary_fraction)
     return {
         **write_attention(config),
         **write_sigmoid_moe(config, shared=SHARED),
         "num_experts": config.num_experts,
         "use_qk_norm": config.qk_norm,
-        "partial_rotary_factor": config.rotary_fraction,
-        "rotary_dim": round(config.rotary_fraction * config.head_dim),
+        "partial_rotary_factor": rotary / config.head_dim,
+        "rotary_dim": rotary,
         "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "use_bias": False,

@@ -2,14 +2,9 @@
 
 from typing import Any
 
+from graphmoe.checkpoint.hf.families.deepseek import read_sigmoid_moe, write_sigmoid_moe
 from graphmoe.checkpoint.hf.family import Family
-from graphmoe.checkpoint.hf.grouped_query import (
-    attention_names,
-    read_attention,
-    read_sigmoid_moe,
-    write_attention,
-    write_sigmoid_moe,
-)
+from graphmoe.checkpoint.hf.grouped_query import attention_names, read_attention, write_attention
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.schema import AttentionBias, ModelConfig
 from graphmoe.plan.attention import rotary_elements

@@ -119,6 +119,11 @@ def keys_of_other_scalings(model: ModelConfig) -> set[str]:
     return {field.name for field in fields(model) if field.name.startswith(prefixes)}
 
 
+def rotary_elements(head: int, fraction: float) -> int:
+    """Return the elements of a head that have rotary embedding; 0 for a fraction out of its range."""
+    return round(head * fraction) if 0 < fraction <= 1 else 0
+
+
 def _latent(model: ModelConfig) -> AttentionFacts:
     width, heads, rope, value = (
         model.hidden_size, model.num_heads, model.qk_rope_head_dim, model.v_head_dim,
@@ -169,10 +174,10 @@ def _latent(model: ModelConfig) -> AttentionFacts:
 def _grouped(model: ModelConfig) -> AttentionFacts:
     width, heads, groups, head = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     fraction = model.rotary_fraction
-    rotary = round(head * fraction)
+    rotary = rotary_elements(head, fraction)
 
     def problems() -> Iterator[str]:
-        if groups < 1 or heads % max(groups, 1):
+        if heads > 0 and (groups < 1 or heads % groups):
             yield (
                 f"model.num_kv_heads={groups} does not divide model.num_heads={heads}; "
                 f"use one of {divisors(heads)}"

@@ -178,6 +178,7 @@ class WeightsMeta(msgspec.Struct):
     format: str
     model: str
     token_ids: dict[str, int | list[int] | None] | None = None
+    family: str | None = None
 
 
 def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
@@ -195,7 +196,7 @@ def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
     files = TensorFiles(folder, STEM)
     files.require_parts(config, str(path))
     shapes = shapes_of(config)
-    return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {})
+    return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {}, family=meta.family)
 
 
 def start_token_ids(run: Path) -> dict[str, Any]:

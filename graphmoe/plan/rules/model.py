@@ -93,8 +93,8 @@ def router_rules(config: RunConfig) -> Iterator[str]:
         yield "model.renormalise=true has no effect with model.softmax_after_topk=true; use renormalise=false"
     if model.shared_gate and not model.shared_ffn_size:
         yield "model.shared_gate=true has no effect with model.shared_ffn_size=0; use shared_gate=false"
-    if groups < 1 or model.topk_groups < 1:
-        return
+    if min(groups, model.topk_groups, model.top_k) < 1:
+        return  # other rules refuse these
     if experts % groups:
         yield (
             f"model.num_groups={groups} does not divide model.num_experts={experts}; "

@@ -17,9 +17,10 @@ from graphmoe.checkpoint.hf.families import (
 )
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
-from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION
+from graphmoe.checkpoint.hf.tensor_files import QUANTIZATIONS
 from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.plan.attention import rotary_elements
 from graphmoe.plan.rules.model import model_problems
 
 FAMILIES = (
@@ -28,14 +29,14 @@ FAMILIES = (
     qwen3_moe.QWEN3_MOE,
     qwen3_next.QWEN3_NEXT,
     mixtral.MIXTRAL,
-    bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
+    glm4_moe.GLM4_MOE, bailing.BAILING,  # the same function, and transformers has the code of the first
     minimax_m2.MINIMAX_M2,
     gpt_oss.GPT_OSS,
 )  # fmt: skip
 """Families in the order in which a model to write tries them; each has its own file here."""
 
 
-ALSO = {"fmt": "float8_e4m3fn"}  # MiniMax-M2's word
+ALSO_READ = {"fmt": "float8_e4m3fn"}  # another spelling of the same format
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
@@ -63,17 +64,20 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
     return family, config
 
 
-def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+def to_hf_config(config: ModelConfig, name: str | None = None) -> tuple[Family, dict[str, Any]]:
     """Return the family that can express the model, and its config.json without dtype and token ids.
 
-    *Raises* ConfigError naming the keys that the nearest family cannot express.
+    ``name``: the only family to try. *Raises* ConfigError naming the keys that the nearest family cannot
+    express.
     """
+    if not (families := [family for family in FAMILIES if name in (None, family.name)]):
+        raise ConfigError(f"family={name} is unknown; use {' or '.join(each.name for each in FAMILIES)}")
     if config.layer not in LAYERS.names:
         raise ConfigError(
             f"no known Hugging Face family has model.layer={config.layer}; use {' or '.join(LAYERS.names)}"
         )
     attempts = []
-    for family in FAMILIES:
+    for family in families:
         if family.attention == config.attention:
             raw = _common_keys(family, config) | family.write(config)
             lost = _lost(config, family, raw)
@@ -81,10 +85,13 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
                 return family, raw
             attempts.append((len(lost), family, lost))
     if not attempts:
-        known = " or ".join(dict.fromkeys(family.attention for family in FAMILIES))
-        raise ConfigError(f"no known Hugging Face family has model.attention={config.attention}; use {known}")
+        known = " or ".join(dict.fromkeys(family.attention for family in families))
+        raise ConfigError(
+            f"no {name or 'known Hugging Face'} family has model.attention={config.attention}; use {known}"
+        )
     _, family, lost = min(attempts, key=lambda attempt: attempt[0])
-    lines = [f"no Hugging Face family can express this model; {family.name} comes nearest but for:", *lost]
+    nearest = f"no Hugging Face family can express this model; {family.name} comes nearest but for:"
+    lines = [f"{name} cannot express this model:" if name else nearest, *lost]
     raise ConfigError("\n  ".join(lines))
 
 
@@ -105,7 +112,18 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
     )
     if keys.problems:
         return config, [*dict.fromkeys(keys.problems)]  # a key may be read twice
-    return config, model_problems(config)
+    return config, model_problems(config) or _rounded_down(config)
+
+
+def _rounded_down(config: ModelConfig) -> list[str]:
+    fraction, head = config.rotary_fraction, config.head_dim
+    ours, theirs = rotary_elements(head, fraction), int(head * fraction)  # as transformers does
+    if config.attention != "gqa" or ours == theirs:
+        return []
+    return [
+        f"model.rotary_fraction={fraction} of model.head_dim={head} is {theirs} elements for transformers, "
+        f"which rounds down; use a fraction that it takes as {ours}, or another head_dim"
+    ]
 
 
 def _check_quantization(family: Family, keys: Keys) -> None:
@@ -113,18 +131,16 @@ def _check_quantization(family: Family, keys: Keys) -> None:
     found = keys.raw.get("quantization_config")
     if not found:
         return
+    wanted = QUANTIZATIONS[family.quantization]
     if not isinstance(found, dict):
-        keys.refuse("quantization_config", found, json.dumps(QUANTIZATION))
-    elif family.quantization != "fp8":
-        if (given := found.get("quant_method")) != family.quantization:
-            keys.refuse("quantization_config.quant_method", given, json.dumps(family.quantization))
-    else:
-        for name, value in QUANTIZATION.items():
-            given = found.get(name, None if name == "quant_method" else value)
-            if given not in (value, ALSO.get(name, value)):
-                keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
-        if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
-            keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
+        keys.refuse("quantization_config", found, json.dumps(wanted))
+        return
+    for name, value in wanted.items():
+        given = found.get(name, None if name == "quant_method" else value)
+        if given not in (value, ALSO_READ.get(name, value)):
+            keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
+    if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
+        keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
 
 
 def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:

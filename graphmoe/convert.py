@@ -137,7 +137,6 @@ class Source:
     token_ids: dict[str, Any]
     tokenizer: Path  # tokenizer.json, possibly missing; its other files are beside it
     step: int | None = None
-    family: str | None = None  # of the Hugging Face folder that the weights are from
     end_token: str | None = None  # end-of-document token of a run's data, for the tokenizer's files
 
 
@@ -161,7 +160,7 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     dtypes = {name: wanted or found for name, found in source.dtypes.items()}
     dtypes |= {name: torch.float32 for name in dtypes if name.endswith(".selection_bias")}
     shapes = shapes_of(named)
-    family, raw = (None, {}) if target is Target.graphmoe else to_hf_config(named, source.family)
+    family, raw = (None, {}) if target is Target.graphmoe else to_hf_config(named)
     layout = own_pieces(shapes) if family is None else pieces(family, named)
     entries = [*entries_of(layout, shapes, dtypes, source.read)]
     if args.quantise is Quantise.fp8_block:
@@ -174,7 +173,6 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         max_bytes = parse_size("max_shard_size", args.max_shard_size, least=1)
         if family is None:
             meta = {"source": str(args.from_), "step": source.step, "token_ids": source.token_ids}
-            meta |= {"family": source.family} if source.family else {}
             files = write_weights(args.to, named, entries, meta, max_bytes=max_bytes, on_bytes=on_bytes)
         else:
             files = write_hf(
@@ -210,15 +208,12 @@ def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> So
         if kind is FolderKind.graphmoe:
             dtypes = {name: found.files.dtype([name]) for name in found.shapes}
         read = functools.partial(found.read, dtype=wanted or own)
-        path = folder / TOKENIZER
-        return Source(kind, found.config, dtypes, read, found.token_ids, path, family=found.family)
+        return Source(kind, found.config, dtypes, read, found.token_ids, folder / TOKENIZER)
     config, state, step = read_run(folder, args.step, (args.attention, args.layer))
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     path, end, token = run_tokenizer(folder)
     ids = start_token_ids(folder) | ({} if end is None else {"eos_token_id": end})
-    return Source(
-        kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, end_token=token
-    )
+    return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
 
 
 def _write_tokenizer(source: Source, to: Path) -> list[Path]:

@@ -178,7 +178,6 @@ class WeightsMeta(msgspec.Struct):
     format: str
     model: str
     token_ids: dict[str, int | list[int] | None] | None = None
-    family: str | None = None
 
 
 def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
@@ -196,7 +195,7 @@ def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
     files = TensorFiles(folder, STEM)
     files.require_parts(config, str(path))
     shapes = shapes_of(config)
-    return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {}, family=meta.family)
+    return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {})
 
 
 def start_token_ids(run: Path) -> dict[str, Any]:

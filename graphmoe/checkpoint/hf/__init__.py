@@ -20,7 +20,7 @@ def load_hf(
 ) -> tuple[ModelConfig, Transformer]:
     """Read configuration and model from a Hugging Face folder, by default in the folder's dtype.
 
-    docs/checkpoints.md lists the families.
+    docs/models.md lists the families.
     *Raises* ConfigError listing all keys with unsupported values, or all tensors that are missing, extra or
     of another shape.
     """
@@ -38,15 +38,13 @@ def save_hf(
     *,
     max_shard_size: int | str = DEFAULT_SHARD,
     token_ids: Mapping[str, Any] | None = None,
-    family: str | None = None,
 ) -> None:
-    """Write a folder that ``transformers`` reads. Weights keep their dtype.
+    """Write a folder that ``transformers`` reads; ``config`` decides the family. Weights keep their dtype.
 
-    ``family``: its model_type, by default that of the first family that can express ``config``.
     ``token_ids``: bos_token_id, eos_token_id and pad_token_id for config.json. *Raises* ConfigError naming
-    keys that the family cannot express, or tensors that do not fit the configuration.
+    keys that no family can express, or tensors that do not fit the configuration.
     """
-    written, raw = to_hf_config(config, family)
+    family, raw = to_hf_config(config)
     state = model.state_dict()
     try:
         build_model(config, device="meta").load_state_dict(state, assign=True)
@@ -56,5 +54,5 @@ def save_hf(
     shapes = {name: tensor.shape for name, tensor in state.items()}
     if isinstance(max_shard_size, str):
         max_shard_size = parse_size("max_shard_size", max_shard_size, least=1)
-    entries = entries_of(pieces(written, config), shapes, dtypes, lambda name, index: state[name][index])
+    entries = entries_of(pieces(family, config), shapes, dtypes, lambda name, index: state[name][index])
     write_hf(Path(folder), raw, entries, max_bytes=max_shard_size, token_ids=token_ids)

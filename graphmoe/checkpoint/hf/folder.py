@@ -57,8 +57,6 @@ class OpenFolder:
     token_ids: dict[str, Any]
     # config.json declares weights in fp8 with block scales, or in MXFP4
     is_quantized: bool = False
-    # Hugging Face's model_type, if the weights are from such a folder
-    family: str | None = None
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of weights in no format of 4 or 8 bits, and without selection biases (fp32)."""
@@ -187,7 +185,7 @@ def open_hf(folder: Path) -> OpenFolder:
         config = replace(config, mtp_depth=0)  # transformers writes the depth without the layer
     ids, is_quantized = {key: raw.get(key) for key in TOKEN_IDS}, bool(raw.get("quantization_config"))
     layout = pieces(family, config, fused=fused)
-    return OpenFolder(config, files, shapes_of(config), layout, ids, is_quantized, family.name)
+    return OpenFolder(config, files, shapes_of(config), layout, ids, is_quantized)
 
 
 def entries_of(

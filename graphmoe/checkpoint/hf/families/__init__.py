@@ -29,7 +29,7 @@ FAMILIES = (
     qwen3_moe.QWEN3_MOE,
     qwen3_next.QWEN3_NEXT,
     mixtral.MIXTRAL,
-    glm4_moe.GLM4_MOE, bailing.BAILING,  # the same function, and transformers has the code of the first
+    bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
     minimax_m2.MINIMAX_M2,
     gpt_oss.GPT_OSS,
 )  # fmt: skip
@@ -64,20 +64,17 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
     return family, config
 
 
-def to_hf_config(config: ModelConfig, name: str | None = None) -> tuple[Family, dict[str, Any]]:
+def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """Return the family that can express the model, and its config.json without dtype and token ids.
 
-    ``name``: the only family to try. *Raises* ConfigError naming the keys that the nearest family cannot
-    express.
+    *Raises* ConfigError naming the keys that the nearest family cannot express.
     """
-    if not (families := [family for family in FAMILIES if name in (None, family.name)]):
-        raise ConfigError(f"family={name} is unknown; use {' or '.join(each.name for each in FAMILIES)}")
     if config.layer not in LAYERS.names:
         raise ConfigError(
             f"no known Hugging Face family has model.layer={config.layer}; use {' or '.join(LAYERS.names)}"
         )
     attempts = []
-    for family in families:
+    for family in FAMILIES:
         if family.attention == config.attention:
             raw = _common_keys(family, config) | family.write(config)
             lost = _lost(config, family, raw)
@@ -85,13 +82,10 @@ def to_hf_config(config: ModelConfig, name: str | None = None) -> tuple[Family, 
                 return family, raw
             attempts.append((len(lost), family, lost))
     if not attempts:
-        known = " or ".join(dict.fromkeys(family.attention for family in families))
-        raise ConfigError(
-            f"no {name or 'known Hugging Face'} family has model.attention={config.attention}; use {known}"
-        )
+        known = " or ".join(dict.fromkeys(family.attention for family in FAMILIES))
+        raise ConfigError(f"no known Hugging Face family has model.attention={config.attention}; use {known}")
     _, family, lost = min(attempts, key=lambda attempt: attempt[0])
-    nearest = f"no Hugging Face family can express this model; {family.name} comes nearest but for:"
-    lines = [f"{name} cannot express this model:" if name else nearest, *lost]
+    lines = [f"no Hugging Face family can express this model; {family.name} comes nearest but for:", *lost]
     raise ConfigError("\n  ".join(lines))
 
 

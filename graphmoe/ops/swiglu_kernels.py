@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.ops import num_warps, tile
-from graphmoe.ops.fp8_blocks.kernels import powers_of
 from graphmoe.ops.grouped_mlp.rows_kernel import add_bias, clamped, experts_of, gradients
 
 THREADS, TILE, WIDTH = 256, 2048, 512  # 512 columns leave few lanes idle at any width
@@ -158,6 +157,9 @@ def _sums_kernel(
         if scale_RB is not None:
             block = column // (columns // BLOCKS)
             scale = tl.load(scale_RB + row.to(tl.int64)[:, None] * BLOCKS + block[None, :], inside, other=0)
-            x *= powers_of(scale) if MX else scale
+            if MX:
+                scale = scale.to(tl.int32)
+                scale = tl.where(scale > 0, scale << 23, 1 << 22).to(tl.float32, bitcast=True)
+            x *= scale
         total += x
     tl.store(sums_EC + expert * columns + column, tl.sum(total, 0), column < columns)

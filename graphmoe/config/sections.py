@@ -43,6 +43,8 @@ class ModelConfig:
 
     name: str = "custom"
     """Preset name, and the default run name."""
+    hf_family: str = ""
+    """Hugging Face family (model_type) of exported folders; empty, or if unfit: the first that fits."""
     vocab_size: Size = 4096
     """Rows of embedding and head, > 0."""
     hidden_size: Size = 256

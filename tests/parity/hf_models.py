@@ -97,6 +97,12 @@ def qwen3_next(
     )
 
 
+def qwen3_5(*sizes: Any, **more: Any) -> Case:
+    case = qwen3_next(*sizes, **more)
+    del case.config["intermediate_size"]
+    return replace(case, family="Qwen3_5Moe")
+
+
 def layers(*kinds: str) -> dict[str, list[str]]:
     return {"layer_types": [f"{kind}_attention" for kind in kinds]}
 
@@ -209,6 +215,9 @@ CASES = {
         (22, 4), (3, 1, 10, 5, 2, 11), (1, 3, 32, 16, 3), 6, norm_topk_prob=False, rms_norm_eps=1e-5,
         **layers("linear", "linear", "full", "linear"), **part(0.4, 777.0),
     ),
+    "qwen3_5": qwen3_5(
+        (26, 4), (4, 2, 16, 6, 2, 10), (2, 6, 16, 32, 4), 9, (1, 66), **layers(*("linear", "full") * 2)
+    ),
     "mixtral": grouped("Mixtral", (32, 2), (4, 2, None, 8, 2, 15)),
     "mixtral_odd": grouped("Mixtral", (25, 3), (9, 3, 6, 3, 3, 17), (1, 23), **default_rope(777.0)),
 }  # fmt: skip
@@ -231,7 +240,8 @@ for name in (
 def random_model(case: Case, seed: int = 0) -> Any:
     """A transformers model whose every weight is random, norms and the router's bias too."""
     words = {"vocab_size": case.vocab_size, "max_position_embeddings": 2560}
-    config = getattr(transformers, f"{case.family}Config")(**words | KERNELS | case.config)
+    name = f"{case.family}TextConfig" if case.family == "Qwen3_5Moe" else f"{case.family}Config"
+    config = getattr(transformers, name)(**words | KERNELS | case.config)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -26,6 +26,7 @@ OF_FAMILY = {
     "qwen3": "qwen3_dense",
     "qwen3_moe": "qwen3_renormalised",
     "qwen3_next": "qwen3_next",
+    "qwen3_5_moe_text": "qwen3_5",
     "mixtral": "mixtral_odd",
     "gpt_oss": "gpt_oss",
     "glm4_moe": "glm_air",

@@ -66,7 +66,7 @@ def gradients_in_our_names(model, inputs, labels, folder: Path) -> dict[str, tor
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     found = {name: parameter.detach() for name, parameter in load_hf(folder)[1].named_parameters()}
-    if "Qwen3Next" in type(model).__name__:  # its norms are read with 1 added
+    if type(model).__name__.startswith(("Qwen3Next", "Qwen3_5")):  # its norms are read with 1 added
         for name in found:
             found[name] -= int(name.endswith("norm.weight") and not name.endswith("out_norm.weight"))
     return found

@@ -7,7 +7,7 @@ from graphmoe.config.schema import GroupScore, ModelConfig
 from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others, rotary_elements
 from graphmoe.plan.experts import EXPERT_KEYS
 
-TRAINING_KEYS = {"name", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
+TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """ModelConfig keys that config.json lacks, or that only training uses."""
 

@@ -12,6 +12,7 @@ from graphmoe.checkpoint.hf.families import (
     llama,
     minimax_m2,
     mixtral,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
 )
@@ -27,13 +28,13 @@ FAMILIES = (
     deepseek.V2, deepseek.V3,
     llama.LLAMA, llama.QWEN3,
     qwen3_moe.QWEN3_MOE,
-    qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_NEXT, qwen3_5_moe.QWEN3_5_MOE,
     mixtral.MIXTRAL,
     bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
     minimax_m2.MINIMAX_M2,
     gpt_oss.GPT_OSS,
 )  # fmt: skip
-"""Families in the order in which a model to write tries them; each has its own file here."""
+"""Families in the order in which a model to write tries them, after ``model.hf_family``."""
 
 
 ALSO_READ = {"fmt": "float8_e4m3fn"}  # another spelling of the same format
@@ -54,10 +55,18 @@ def family_of(raw: dict[str, Any], where: str) -> Family:
     raise ConfigError(f"{where}: model_type={wanted}, architectures={architectures}; supported: {supported}")
 
 
+def require_family(name: str) -> None:
+    """Raise ConfigError if a value of ``model.hf_family`` is no family."""
+    names = [family.name for family in FAMILIES]
+    if name and name not in names:
+        raise ConfigError(f"model.hf_family={name} is none of {', '.join(names)}")
+
+
 def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family, ModelConfig]:
     """Return family and ModelConfig of a config.json. *Raises* ConfigError listing every problem."""
     family = family_of(raw, where)
     config, problems = _read(family, raw, name)
+    config.hf_family = family.name
     if problems:
         lines = [f"{where} cannot be represented:", *problems]
         raise ConfigError("\n  ".join(lines))
@@ -67,14 +76,15 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
 def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """Return the family that can express the model, and its config.json without dtype and token ids.
 
-    *Raises* ConfigError naming the keys that the nearest family cannot express.
+    *Raises* ConfigError naming the keys that the nearest family cannot express, or an unknown ``hf_family``.
     """
+    require_family(config.hf_family)
     if config.layer not in LAYERS.names:
         raise ConfigError(
             f"no known Hugging Face family has model.layer={config.layer}; use {' or '.join(LAYERS.names)}"
         )
     attempts = []
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda each: each.name != config.hf_family):
         if family.attention == config.attention:
             raw = _common_keys(family, config) | family.write(config)
             lost = _lost(config, family, raw)

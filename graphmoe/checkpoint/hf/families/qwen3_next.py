@@ -5,6 +5,7 @@
 neither read nor written.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ SIZES = {  # key in config.json: field of ModelConfig, default of transformers
 TAPS = Form(lambda w: w.squeeze(1), lambda w: w.unsqueeze(1), of_experts=False)
 
 
-def _read(keys: Keys) -> dict[str, Any]:
+def read(keys: Keys) -> dict[str, Any]:
     keys.only("mlp_only_layers", [])
     keys.only("decoder_sparse_step", 1)
     width = keys.int("shared_expert_intermediate_size", default=512)
@@ -59,7 +60,7 @@ def _read_every(keys: Keys) -> int:
     return every
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def write(config: ModelConfig) -> dict[str, Any]:
     kinds = [LINEAR if is_linear(config, i) else FULL for i in range(config.num_layers)]
     raw = write_moe(config) | {key: getattr(config, field) for key, (field, _) in SIZES.items()}
     return raw | {
@@ -76,16 +77,21 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _linear_attention(config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
+def linear_attention(
+    config: ModelConfig, theirs: str, ours: str, *, projections: dict[str, tuple[str, ...]], by_head: bool
+) -> Iterator[Piece]:
+    """Yield the tensors of a delta net.
+
+    ``projections``: parts of each projection, which with ``by_head`` has those of a key head together.
+    """
     heads, theirs = config.linear_key_heads, f"{theirs}.linear_attn"
     values = config.linear_value_heads // heads
     key, value = config.linear_key_head_dim, config.linear_value_head_dim * values
-    for name, parts in (
-        ("in_proj_qkvz", {"q": key, "k": key, "v": value, "gate": value}),
-        ("in_proj_ba", {"beta": values, "decay": values}),
-    ):
+    of_head = {"q": key, "k": key, "v": value, "gate": value, "beta": values, "decay": values}
+    count, size = (heads, 1) if by_head else (1, heads)
+    for name, parts in projections.items():
         to_rows = [
-            (f"{part}_proj.weight", head, size) for head in range(heads) for part, size in parts.items()
+            (f"{part}_proj.weight", block, of_head[part] * size) for block in range(count) for part in parts
         ]
         yield from _rows(f"{theirs}.{name}.weight", ours, to_rows)
     taps = [("convs.q", 0, heads * key), ("convs.k", 0, heads * key), ("convs.v", 0, heads * value)]
@@ -109,7 +115,11 @@ def _rows(
 
 
 QWEN3_NEXT = Family(
-    "qwen3_next", "Qwen3NextForCausalLM", "gqa", attention_names, _read, _write,
-    renames=((".shared_experts.", ".shared_expert."),), linear_attention=_linear_attention,
+    "qwen3_next", "Qwen3NextForCausalLM", "gqa", attention_names, read, write,
+    renames=((".shared_experts.", ".shared_expert."),),
+    linear_attention=functools.partial(
+        linear_attention, by_head=True,
+        projections={"in_proj_qkvz": ("q", "k", "v", "gate"), "in_proj_ba": ("beta", "decay")},
+    ),
     centred_norms=True,
 )  # fmt: skip

@@ -37,7 +37,7 @@ NO_FACTS = """
     host.env launch.nproc launch.nodes launch.endpoint launch.max_restarts launch.gpus_per_job
     launch.write_only launch.hang_timeout_s launch.fake_world launch.fake_rank launch.fake_memory_gb
     sweep.resume log.tensorboard log.report log.wandb log.wandb_project log.mlflow log.mlflow_experiment
-    log.progress log.peak_tflops
+    model.hf_family log.progress log.peak_tflops
     log.sample_tokens log.sample_prompt format pipeline.schedule pipeline.virtual_stages pipeline.microbatches
     pipeline.layout pipeline.costs profile.pipeline profile.steps profile.ranks
 """

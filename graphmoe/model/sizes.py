@@ -17,6 +17,7 @@ from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.buckets import BufferLayout, Matrices, matrices_of
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
+from graphmoe.plan.experts import is_moe, moe_layers
 from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 
@@ -71,8 +72,11 @@ def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePiece
 
 def layer_weights(model: ModelConfig, layout: Layout, layer: int) -> dict[str, Tensor]:
     """Return a rank's parameters of one layer by name; MTP layers are last."""
-    kind = "dense" if layer < model.num_dense_layers else "moe" if layer < model.num_layers else "mtp"
-    return _parts(model, layout)[kind]
+    return _parts(model, layout)["mtp" if layer >= model.num_layers else _kind(model, layer)]
+
+
+def _kind(model: ModelConfig, layer: int) -> str:
+    return "moe" if is_moe(model, layer) else "dense"
 
 
 def _named_weights(
@@ -80,7 +84,7 @@ def _named_weights(
 ) -> list[tuple[str, Tensor]]:
     stages, parts = [*stages], _parts(model, layout)
     layers = sorted(i for stage in stages for i in stage.layers)
-    kinds = ["dense" if i < model.num_dense_layers else "moe" for i in layers]
+    kinds = [_kind(model, i) for i in layers]
     if any(needs_embedding(stage, tied=model.tie_embeddings) for stage in stages):
         kinds.insert(0, "embed")
     if any(normalises(stage, model.mtp_depth) for stage in stages):
@@ -170,10 +174,11 @@ def _flat_buffers(
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    dense, moe = min(model.num_dense_layers, 1), int(model.num_layers > model.num_dense_layers)
+    kinds = {_kind(model, i) for i in range(model.num_layers)}
     small = dataclasses.replace(
-        model, num_layers=dense + moe, num_dense_layers=dense, mtp_depth=min(model.mtp_depth, 1)
-    )
+        model, num_layers=len(kinds), num_dense_layers=int("dense" in kinds), moe_every=1,
+        mtp_depth=min(model.mtp_depth, 1),
+    )  # fmt: skip
     key = repr(small), layout.tp, layout.ep, layout.etp, len(layout.embed_on) > 1
     if key not in _built:
         places = (0, 1) if len(layout.embed_on) > 1 else (0,)
@@ -205,7 +210,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
     """Return a token's forward FLOPs by part of the model, averaged over positions."""
-    num_moe_layers = model.num_layers - model.num_dense_layers
+    num_moe_layers = len(moe_layers(model)) - model.mtp_depth
     projections = 2 * attention_weights(model)
     scores = attention_scores(model, seq_len)
     routed = 2 * model.top_k * swiglu_weights(model, model.expert_ffn_size)
@@ -215,7 +220,7 @@ def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
     return {
         "attention_projections": model.num_layers * projections,
         "attention_scores": model.num_layers * scores,
-        "dense_mlp": 2 * model.num_dense_layers * swiglu_weights(model, model.dense_ffn_size),
+        "dense_mlp": 2 * (model.num_layers - num_moe_layers) * swiglu_weights(model, model.dense_ffn_size),
         "routed_experts": num_moe_layers * routed,
         "shared_experts": num_moe_layers * shared,
         "head": head,

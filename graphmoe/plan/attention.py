@@ -1,5 +1,6 @@
 """Sizes and supported options of each kind of attention (`AttentionFacts`); defaults suit a plug-in."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -9,6 +10,11 @@ from graphmoe.config.schema import ModelConfig, RopeScaling
 from graphmoe.plan.layout import divisors
 
 MAX_MASKED_HEAD = 256  # elements of a head in `ops.attention_kernels`
+GROUPED_OPTIONS = (
+    "qk_norm", "qk_norm_weight", "qk_norm_whole", "window", "full_every", "attention_chunk", "nope_every",
+    "attention_temperature_floor", "attention_sinks", "attention_gate", "attention_bias",
+)  # fmt: skip
+"""Keys of ``model`` that another attention than gqa refuses unless they have their defaults."""
 
 
 class Weight(NamedTuple):
@@ -63,24 +69,47 @@ def attention_facts(model: ModelConfig) -> AttentionFacts:
 
 
 def model_of_layer(model: ModelConfig, index: int) -> ModelConfig:
-    """Return the configuration of one layer: ``window=0`` if the layer sees all keys."""
-    sees_all = model.full_every > 0 and (index + 1) % model.full_every == 0
-    return replace(model, window=0, full_every=0) if sees_all else model
+    """Return the configuration of one layer.
+
+    ``window=0`` or ``attention_chunk=0`` if it sees all keys, ``rotary_fraction=0`` without rotary embedding.
+    """
+    if _is_nth(index, model.nope_every):
+        normed = model.qk_norm and norms_heads(model, index)
+        model = replace(model, rotary_fraction=0.0, qk_norm=normed, attention_chunk=0)
+    return replace(model, window=0, full_every=0) if _is_nth(index, model.full_every) else model
 
 
-def full_layers(model: ModelConfig) -> int:
-    """Return the number of layers that see all keys."""
-    if not model.window:
-        return model.num_layers
-    return model.num_layers // model.full_every if model.full_every else 0
+def norms_heads(model: ModelConfig, index: int) -> bool:
+    """Return whether a layer has the model's norms of heads: without weights, if it has rotary embedding."""
+    return model.qk_norm_weight or not _is_nth(index, model.nope_every)
+
+
+def masks_of_layers(model: ModelConfig, seq_len: int) -> Counter[tuple[int, int]]:
+    """Return the number of layers with each window and chunk; 0 if that is no less than the sequence."""
+    masks = (_mask(model, i) for i in range(model.num_layers))
+    return Counter((w if w < seq_len else 0, c if c < seq_len else 0) for w, c in masks)
+
+
+def _mask(model: ModelConfig, index: int) -> tuple[int, int]:
+    window = 0 if _is_nth(index, model.full_every) else model.window
+    return window, 0 if _is_nth(index, model.nope_every) else model.attention_chunk
+
+
+def _is_nth(index: int, every: int) -> bool:
+    return every > 0 and (index + 1) % every == 0
 
 
 def keys_per_query(model: ModelConfig, seq_len: int) -> float:
     """Return the mean number of keys that a query sees, over all layers; half the sequence if causal."""
-    window, layers = min(model.window or seq_len, seq_len), model.num_layers
-    of_window = window - window**2 / max(2 * seq_len, 1)
-    full = full_layers(model)
-    return (full * seq_len / 2 + (layers - full) * of_window) / layers
+    masks, total = masks_of_layers(model, seq_len), 0.0
+    for (window, chunk), layers in masks.items():
+        seen = seq_len / 2
+        if window:
+            seen = window - window**2 / (2 * seq_len)
+        if chunk:
+            seen = (seq_len // chunk * chunk**2 + (seq_len % chunk) ** 2) / (2 * seq_len)
+        total += layers * seen
+    return total / model.num_layers
 
 
 def keys_of_others(model: ModelConfig) -> set[str]:
@@ -115,12 +144,9 @@ def _latent(model: ModelConfig) -> AttentionFacts:
                 f"model.rotary_fraction={model.rotary_fraction:g} applies to model.attention=gqa only; use "
                 "rotary_fraction=1.0"
             )
-        for key in (
-            *("qk_norm", "qk_norm_whole", "window", "full_every"),
-            *("attention_sinks", "attention_gate", "attention_bias"),
-        ):
+        for key in GROUPED_OPTIONS:
             value, usual = getattr(model, key), getattr(default, key)
-            if value != usual and (isinstance(value, str) or value > 0):
+            if value != usual and (isinstance(value, str | bool) or value > 0):
                 how = (f"{key}={str(each).lower()}" for each in (value, usual))
                 yield f"model.{next(how)} applies to model.attention=gqa only; use {next(how)}"
 
@@ -171,11 +197,13 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
                 f"model.full_every={model.full_every} must be 0 or 2 to model.num_layers={model.num_layers}; "
                 "with 1 no layer would have the window"
             )
-        if model.window and head > MAX_MASKED_HEAD:
-            yield (
-                f"model.window={model.window} has kernels for heads up to {MAX_MASKED_HEAD}, and "
-                f"model.head_dim={head}; use window=0, or head_dim={MAX_MASKED_HEAD}"
-            )
+        yield from _without_rotary_problems(model)
+        for key in ("window", "attention_chunk"):
+            if head > MAX_MASKED_HEAD and (value := getattr(model, key)):
+                yield (
+                    f"model.{key}={value} has kernels for heads up to {MAX_MASKED_HEAD}, and "
+                    f"model.head_dim={head}; use {key}=0, or head_dim={MAX_MASKED_HEAD}"
+                )
 
     return AttentionFacts(
         head,
@@ -192,12 +220,40 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
         axes=("tp", "cp"),
         documents=True,
         kept=2 * heads * head if model.attention_gate else 0,  # the gate, and the result before it
-        keys=(
-            *("num_kv_heads", "head_dim", "qk_norm", "qk_norm_whole", "rotary_fraction"),
-            *("window", "full_every", "attention_sinks", "attention_gate", "attention_bias"),
-        ),
+        keys=("num_kv_heads", "head_dim", "rotary_fraction", "attention_temperature_scale", *GROUPED_OPTIONS),
         problems=tuple(problems()),
     )
+
+
+def _without_rotary_problems(model: ModelConfig) -> Iterator[str]:
+    every, floor, scale = (
+        model.nope_every, model.attention_temperature_floor, model.attention_temperature_scale,
+    )  # fmt: skip
+    if not model.qk_norm_weight and not model.qk_norm:
+        yield "model.qk_norm_weight=false has no effect with model.qk_norm=false; use qk_norm_weight=true"
+    if not model.qk_norm_weight and model.qk_norm_whole:
+        yield "model.qk_norm_whole=true has weights, and model.qk_norm_weight=false none; use one of them"
+    if model.attention_chunk and model.window:
+        yield (
+            f"model.attention_chunk={model.attention_chunk} and model.window={model.window} both limit the "
+            "keys; use attention_chunk=0 or window=0"
+        )
+    if every and not 2 <= every <= model.num_layers:
+        yield (
+            f"model.nope_every={every} must be 0 or 2 to model.num_layers={model.num_layers}; with 1 no "
+            "layer would have rotary embedding"
+        )
+    if floor and not every:
+        yield (
+            f"model.attention_temperature_floor={floor} has no effect with model.nope_every=0; use "
+            "attention_temperature_floor=0"
+        )
+    usual = type(model).attention_temperature_scale
+    if scale != usual and not floor:
+        yield (
+            f"model.attention_temperature_scale={scale:g} has no effect with "
+            f"model.attention_temperature_floor=0; use attention_temperature_scale={usual:g}"
+        )
 
 
 FACTS: dict[str, Callable[[ModelConfig], AttentionFacts]] = {"mla": _latent, "gqa": _grouped}

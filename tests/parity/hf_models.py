@@ -84,6 +84,17 @@ def gpt_oss(
     return Case("GptOss", sized | {"sliding_window": 5} | more, lengths)
 
 
+def llama4(
+    shape: Sizes, heads: Sizes, experts: Sizes, lengths: tuple[int, ...] = (1, 19), **more: Any
+) -> Case:
+    """``heads``: as of `gpt_oss`; ``experts``: number, and widths of experts and dense MLPs."""
+    keys = (*GROUPED[:4], "intermediate_size", "intermediate_size_mlp")
+    chunk = {"attention_chunk_size": 7, "floor_scale": 6}
+    return Case(
+        "Llama4", dict(zip(SHAPE + keys, shape + heads + experts, strict=True)) | chunk | more, lengths
+    )
+
+
 def layers(*kinds: str) -> dict[str, list[str]]:
     return {"layer_types": [f"{kind}_attention" for kind in kinds]}
 
@@ -189,6 +200,20 @@ CASES = {
         (27, 2), (3, 1, 8), (4, 4, 11), swiglu_limit=1.5, attention_bias=False, **layers("full", "full"),
         **yarn(factor=4.0, beta_fast=2.0),
     ),
+    "llama4_scout": llama4(
+        (33, 4), (6, 2, 10), (7, 13, 9), (1, 7, 19, 41), **llama3(100.0, 8.0, 1.0, 4.0, 16)
+    ),
+    "llama4_maverick": llama4(
+        (26, 5), (4, 4, 6), (9, 11, 21), (6, 23), use_qk_norm=False, interleave_moe_layer_step=2,
+        no_rope_layer_interval=2, attn_scale=0.7, **default_rope(500.0),
+    ),
+    "llama4_untuned_every_third": llama4(
+        (21, 6), (5, 1, 14), (5, 7, 17), attn_temperature_tuning=False, interleave_moe_layer_step=3,
+        no_rope_layer_interval=3, rms_norm_eps=1e-6, attention_chunk_size=4,
+    ),
+    "llama4_rotary_everywhere": llama4(
+        (18, 2), (3, 3, 8), (4, 6, 5), no_rope_layers=[1, 1], attention_chunk_size=4000,
+    ),
     "mixtral": grouped("Mixtral", (32, 2), (4, 2, None, 8, 2, 15)),
     "mixtral_odd": grouped("Mixtral", (25, 3), (9, 3, 6, 3, 3, 17), (1, 23), **default_rope(777.0)),
 }  # fmt: skip
@@ -202,6 +227,7 @@ for name in (
     "llama_scaled",
     "qwen3_dense",
     "gpt_oss",
+    "llama4_scout",
 ):
     tied = CASES[name].config | {"tie_word_embeddings": True}
     CASES[f"{name}_tied"] = Case(CASES[name].family, tied, lengths=(13,))
@@ -210,7 +236,8 @@ for name in (
 def random_model(case: Case, seed: int = 0) -> Any:
     """A transformers model whose every weight is random, norms and the router's bias too."""
     words = {"vocab_size": case.vocab_size, "max_position_embeddings": 2560}
-    config = getattr(transformers, f"{case.family}Config")(**words | KERNELS | case.config)
+    kind = "Llama4TextConfig" if case.family == "Llama4" else f"{case.family}Config"
+    config = getattr(transformers, kind)(**words | KERNELS | case.config)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

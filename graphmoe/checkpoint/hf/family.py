@@ -12,10 +12,23 @@ from graphmoe.config.schema import ModelConfig
 
 
 class Form(NamedTuple):
-    """Storage of experts that differs from ours: functions of tensors whose dimension 0 is the experts."""
+    """Storage that differs from ours: functions of tensors of any number of blocks along dimension 0."""
 
     to_ours: Callable[[Tensor], Tensor]
     to_theirs: Callable[[Tensor], Tensor]
+    block: int = 1
+    """Size of a block: 1 if dimension 0 is the experts, the rows of a head."""
+
+
+class Multimodal(NamedTuple):
+    """Folders that have a family's text model beside other models."""
+
+    name: str
+    """Their model_type; ``text_config`` in config.json is the text model's."""
+    prefix: str
+    """What the names of the text model's tensors begin with."""
+    others: tuple[str, ...]
+    """What the names of tensors begin with that are not read."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,9 @@ class Family:
     gate_up_down: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     # tensors of a layer's routed experts, given prefixes of their and our names; None: by ``gate_up_down``
     experts: Callable[[ModelConfig, str, str], Iterable[Piece]] | None = None
+    # storage of attention's weights that differs from ours, by our names of them
+    row_forms: Callable[[ModelConfig], dict[str, Form]] = lambda config: {}
+    multimodal: Multimodal | None = None
     # other model_types with the same code
     aliases: tuple[str, ...] = ()
     # values of config.json's attention_bias that are supported

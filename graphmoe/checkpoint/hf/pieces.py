@@ -7,15 +7,16 @@ from dataclasses import replace
 from graphmoe.checkpoint.hf.family import Family, Piece
 from graphmoe.config.schema import AttentionBias, ModelConfig
 from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.experts import is_moe
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FUSED = ".mlp.experts.gate_up_proj"
+FUSED = ".experts.gate_up_proj"
 """Suffix of a tensor's name in folders of transformers 5, which store a layer's experts as one tensor."""
 
 
 def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
     """Return all tensors of a published folder; those without ``repeats`` cover each element of ours once."""
-    if fused:
+    if fused and family.experts is None:
         family = replace(family, moe="mlp", gate_up_down=None)
     found = [
         Piece(EMBEDDING, "embed.weight"),
@@ -23,7 +24,7 @@ def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[
         _head(config),
     ]
     for i in range(config.num_layers):
-        found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=i < config.num_dense_layers)
+        found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=not is_moe(config, i))
     for k in range(config.mtp_depth):
         found += _mtp(family, config, f"model.layers.{config.num_layers + k}", f"mtp.{k}")
     return [_renamed(piece, family) for piece in found] if family.renames else found
@@ -57,8 +58,10 @@ def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterato
 
 
 def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
+    forms = family.row_forms(config)
     for their_name, our_names in family.attention_names(config).items():
-        yield from _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
+        stored = _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
+        yield from (replace(piece, form=forms.get(our_names)) for piece in stored)
     for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
         yield Piece(f"{theirs}.self_attn.{name}_proj.bias", f"{ours}.attn.biases.{name}")
     if config.attention_sinks:

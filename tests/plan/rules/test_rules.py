@@ -320,6 +320,7 @@ train.epochs=0.5 optim.schedule=wsd optim.warmup_steps=999 train.steps=1000 prof
 train.tokens=1e9 profile.steps=[2000]
 data.source=files data.paths=[a,b] data.tokenizer=t data.weights=[7,0.5]
 data.document_mask=true parallel.cp=2
+model.attention=gqa model.num_kv_heads=2 parallel.cp=4 data.seq_len=64 model.attention_chunk=64
 data.document_mask=true data.source=synthetic data.document_length=9
 SYMM launch.nproc=8 launch.nodes=2
 SYMM launch.nproc=16 launch.nodes=1
@@ -360,7 +361,7 @@ def test_what_breaks_no_rule_is_taken():
 
 OF_EXPERTS = """
 model.top_k=3 model.expert_ffn_size=8 model.shared_ffn_size=0 model.score_function=sigmoid
-model.shared_gate=true
+model.shared_gate=true model.input_scaling=true model.moe_every=2
 model.softmax_after_topk=true model.renormalise=true model.routed_scale=2.0 model.num_groups=2
 model.expert_bias=true model.swiglu_limit=7.0 model.router_bias=true
 model.topk_groups=2 model.group_score=topk_sum model.selection_bias=true model.bias_update_rate=0.1

@@ -11,7 +11,7 @@ model.attention=gqa model.qk_norm=true model.qk_norm_weight=false model.qk_norm_
 model.attention_chunk=8 | model.attention_chunk=8 applies to model.attention=gqa only; use attention_chunk=0
 model.attention=gqa model.attention_chunk=8 model.window=8 | use attention_chunk=0 or window=0
 model.attention=gqa model.attention_chunk=8 model.head_dim=320 | has kernels for heads up to 256, and
-model.attention=gqa model.num_kv_heads=2 parallel.cp=4 model.attention_chunk=16 | model.attention_chunk=16 cannot run with parallel.cp=4 by parallel.cp_method=ring
+model.attention=gqa model.num_kv_heads=2 parallel.cp=4 model.attention_chunk=16 | =16 cannot run with
 model.attention=gqa model.nope_every=1 | must be 0 or 2 to model.num_layers=4; with 1 no layer
 model.attention=gqa model.attention_temperature_floor=8 | has no effect with model.nope_every=0; use
 model.attention=gqa model.attention_temperature_scale=0.2 | use attention_temperature_scale=0.1
@@ -26,3 +26,8 @@ def test_each_is_the_one_violation_and_says_what_would_do(rule):
     words, _, message = rule.partition(" | ")
     (found,) = broken(words)
     assert message in found
+
+
+def test_a_ring_runs_sequences_of_one_chunk():
+    words = "model.attention=gqa model.num_kv_heads=2 parallel.cp=4 data.seq_len=64 model.attention_chunk="
+    assert broken(f"{words}64") == [] != broken(f"{words}63")

@@ -320,7 +320,6 @@ train.epochs=0.5 optim.schedule=wsd optim.warmup_steps=999 train.steps=1000 prof
 train.tokens=1e9 profile.steps=[2000]
 data.source=files data.paths=[a,b] data.tokenizer=t data.weights=[7,0.5]
 data.document_mask=true parallel.cp=2
-model.attention=gqa model.num_kv_heads=2 parallel.cp=4 data.seq_len=64 model.attention_chunk=64
 data.document_mask=true data.source=synthetic data.document_length=9
 SYMM launch.nproc=8 launch.nodes=2
 SYMM launch.nproc=16 launch.nodes=1

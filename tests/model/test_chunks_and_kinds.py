@@ -77,7 +77,7 @@ def test_attended_pairs_are_those_of_each_layer():
     assert of_chunks.sum() < of_documents.sum()
 
 
-def test_layers_have_experts_norms_and_rotary_embedding_as_their_numbers_say():
+def test_layers_have_experts_and_rotary_embedding_by_number():
     model = build_model(dataclasses.replace(LLAMA4, mtp_depth=1))
     assert [type(layer) for layer in model.layers] == [DenseLayer, MoELayer] * 2 + [DenseLayer]
     assert [layer.attn.rotates for layer in (*model.layers, model.mtp[0].layer)] == [True] * 3 + [
@@ -95,7 +95,7 @@ def test_layers_have_experts_norms_and_rotary_embedding_as_their_numbers_say():
 
 
 @pytest.mark.parametrize("moe_every, of_moe", [(2, 2), (3, 1)])
-def test_parameters_and_flops_are_those_of_both_kinds_of_layers(moe_every, of_moe):
+def test_parameters_and_flops_are_those_of_both_kinds(moe_every, of_moe):
     config = dataclasses.replace(LLAMA4, moe_every=moe_every)
     model = build_model(config, device="meta")
     assert count_parameters(config)["total"]["full"] == sum(p.numel() for p in model.parameters())

@@ -54,7 +54,7 @@ def test_the_text_model_of_a_whole_folder_is_read(tmp_path, case):
     assert_same_bits(model.state_dict(), plain.state_dict())
 
 
-def test_a_missing_tensor_of_the_text_model_is_named_with_its_prefix(tmp_path):
+def test_a_missing_tensor_is_named_with_its_prefix(tmp_path):
     multimodal(tmp_path, random_model(CASES["llama4_scout"]))
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["language_model.model.layers.1.self_attn.q_proj.weight"]

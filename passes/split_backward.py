@@ -85,9 +85,9 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
 
 
 def drop_kept_axes(graph: fx.Graph) -> None:
-    """Let sums drop the axes that they keep and views take away again; in place."""
-    # Inductor's fused reductions return a sum without them (pytorch #177782, in 2.10 and 2.11), which is an
-    # error of W if I hands it over
+    """Replace sums with ``keepdim`` that only views without the kept axes read by plain sums; in place."""
+    # Inductor's fused reductions lose kept axes (pytorch #177782, in 2.10 and 2.11), and W checks the
+    # shapes of what I hands it
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         x, axes, keeps = (*node.args, False)[:3]
         shape = x.meta["val"].sum(axes).shape

@@ -306,7 +306,8 @@ def test_what_is_not_known_of_a_layer_is_refused(own_layers):
 
 
 def test_names_of_choices_are_the_rows_of_their_tables():
-    assert {*choices.ATTENTIONS.names} == {*attention.FACTS} == {*KINDS}
+    of_layers = {kind.value for kind in choices.LinearAttention} - {"none"}
+    assert {*choices.ATTENTIONS.names} | of_layers == {*attention.FACTS} == {*KINDS}
     assert {*choices.OPTIMIZERS.names} == {*RULES}
     of_conf = {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
     assert {*choices.DATA_SOURCES.names} == {*sources.OPEN} == of_conf

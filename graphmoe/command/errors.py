@@ -145,10 +145,13 @@ ANSWERS = {
     "shampoo|soap|lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizers are optim=adamw "
     "and optim=muon; a rule of your own is optim.name=package.module:NAME",
     r"llama_?4\w*": "model=llama4_scout and llama4_maverick are the text models of Llama 4",
-    r"gpt_?oss|dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not there; those that "
-    "are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, Ling 2.0, MiniMax-M2 "
-    "and Llama 3",
-    r"glm\w*|ling\w*|minimax\w*": "model=glm_4_5_air, ling_mini_2, ling_flash_2 and minimax_m2 are there",
+    r"dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not there; those that "
+    "are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, Ling 2.0, MiniMax-M2, "
+    "gpt-oss, Llama 3 and Llama 4",
+    r"gpt_?oss\w*": "model=gpt_oss_20b, gpt_oss_120b and gpt_oss_20b_mlperf are there",
+    r"glm\w*": "model=glm_4_5_air is there",
+    r"ling\w*": "model=ling_mini_2 and ling_flash_2 are there",
+    r"minimax\w*": "model=minimax_m2 is there",
     r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "the dense families are Llama 3, as "
     "model=llama3_8b, and Qwen3, as model=qwen3_8b; others are not there",
     r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "

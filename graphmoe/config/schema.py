@@ -27,6 +27,7 @@ from graphmoe.config.choices import DpShard as DpShard
 from graphmoe.config.choices import Fp8Measure as Fp8Measure
 from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad
 from graphmoe.config.choices import GroupScore as GroupScore
+from graphmoe.config.choices import LinearAttention as LinearAttention
 from graphmoe.config.choices import RopeScaling as RopeScaling
 from graphmoe.config.choices import ScoreFunction as ScoreFunction
 from graphmoe.config.choices import Transport as Transport

@@ -16,6 +16,7 @@ from graphmoe.config.choices import (
     DispatchDtype,
     DpShard,
     GroupScore,
+    LinearAttention,
     RopeScaling,
     ScoreFunction,
     Transport,
@@ -42,6 +43,8 @@ class ModelConfig:
 
     name: str = "custom"
     """Preset name, and the default run name."""
+    hf_family: str = ""
+    """Hugging Face family (model_type) of exported folders; empty, or if unfit: the first that fits."""
     vocab_size: Size = 4096
     """Rows of embedding and head, > 0."""
     hidden_size: Size = 256
@@ -77,7 +80,7 @@ class ModelConfig:
     window: CountOrZero = 0
     """gqa: keys that a query sees, itself included; 0: all before it."""
     full_every: CountOrZero = 0
-    """gqa: every n-th layer sees all keys, without the window; 0: none does."""
+    """gqa: every n-th layer sees all keys, without window or linear_attention; 0: none does."""
     attention_chunk: CountOrZero = 0
     """gqa: a query sees keys of its own chunk of so many positions (Llama 4); 0: all before it."""
     nope_every: CountOrZero = 0
@@ -87,6 +90,18 @@ class ModelConfig:
     embedding; 0: none."""
     attention_temperature_scale: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
     """gqa: scale of that factor, >= 0."""
+    linear_attention: LinearAttention = LinearAttention.none
+    """gqa: attention of layers that do not see all keys: none, or delta_net (gated delta rule)."""
+    linear_key_heads: Size = 16
+    """delta_net: query and key heads, > 0."""
+    linear_value_heads: Size = 32
+    """delta_net: value heads, a multiple of linear_key_heads."""
+    linear_key_head_dim: Size = 128
+    """delta_net: query and key head size, 16, 32, 64 or 128."""
+    linear_value_head_dim: Size = 128
+    """delta_net: value head size, 16, 32, 64 or 128."""
+    linear_conv_taps: Size = 4
+    """delta_net: positions that the convolution of queries, keys and values reads, > 0."""
     attention_sinks: bool = False
     """gqa: a trained logit of each head in the softmax, whose probability is dropped (gpt-oss)."""
     attention_gate: bool = False

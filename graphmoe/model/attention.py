@@ -29,6 +29,7 @@ from graphmoe.model.blocks import (
     row_parallel,
     within_chunks,
 )
+from graphmoe.model.delta_net import GatedDeltaNet
 from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
@@ -298,6 +299,7 @@ def temperature(position: Tensor, floor: int, scale: float) -> Tensor:
 KINDS: dict[str, Callable[[ModelConfig, Layout], nn.Module]] = {
     "mla": LatentAttention,
     "gqa": GroupedQueryAttention,
+    "delta_net": GatedDeltaNet,
 }
 
 

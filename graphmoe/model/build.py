@@ -66,7 +66,10 @@ def init_weights(
     rank: int = 0,
     only: Collection[Tensor] | None = None,
 ) -> None:
-    """Fill matrices with N(0, std), norms with 1, biases with 0, in place. ``only``: parameters to fill."""
+    """Fill matrices with N(0, std), norms with 1, biases with 0, in place. ``only``: parameters to fill.
+
+    Delta nets: decay rates are U(0.01, 16), the bias of steps is 1.
+    """
     # Each parameter and routed expert has its own generator, seeded by name: weights do not depend on each
     # other. Sharded ones are drawn whole and cut: they do not depend on the layout either.
     norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}
@@ -74,14 +77,17 @@ def init_weights(
     for name, parameter in model.named_parameters():
         if only is not None and parameter not in only:
             continue
-        if parameter in norms:
+        if parameter in norms or name.endswith("dt_bias_V"):
             parameter.fill_(1.0)
         elif ".biases." in name or name.endswith("gate.bias") or layout_of(parameter).is_bias:
             parameter.zero_()
         elif parameter in experts:
             _init_experts(parameter, name, std, seed, layout, rank)
         else:
-            _init_part(parameter, layout_of(parameter), _generator(parameter, seed, name), std, layout, rank)
+            is_rate, generator = name.endswith("log_rate_V"), _generator(parameter, seed, name)
+            _init_part(parameter, layout_of(parameter), generator, 1.0 if is_rate else std, layout, rank)
+            if is_rate:  # the rate is uniform from 0.01 to 16
+                parameter.copy_(torch.special.ndtr(parameter.float()).mul_(15.99).add_(0.01).log_())
 
 
 def _init_experts(parameter: Tensor, name: str, std: float, seed: int, layout: Layout, rank: int) -> None:

@@ -163,7 +163,7 @@ class _Fused:
         if len(slot_R) == 0:  # vendor kernels may refuse empty inputs
             nothing = h_CD.new_empty(0, weights[0].shape[1]), h_CD.new_empty(0, weights[1].shape[2])
             return plan, torch.zeros_like(h_CD), torch.zeros_like(weight_CK), *nothing
-        ops, more = torch.ops.graphmoe, self._experts.of_gate_up
+        ops, more = torch.ops.graphmoe, self._experts.activation_options
         h_RH = ops.grouped_mlp_hidden(h_CD, weights[0], *plan, self._backend)
         return plan, *ops.grouped_mlp_dgrad(dy_CD, h_RH, *weights, weight_CK, *plan, self._backend, **more)
 

@@ -262,9 +262,9 @@ class Experts(nn.Module):
             return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs
         arguments = (h_ND, self.w_gate_up, self.w_down, weight_NK, slot_R, row_NK, ends_L)
         if totals:  # of weights, then biases, whose gradients autograd adds
-            y_ND = grouped_mlp_into(totals[:2], backend, *arguments, **self.of_gate_up)
+            y_ND = grouped_mlp_into(totals[:2], backend, *arguments, **self.activation_options)
         else:
-            y_ND = torch.ops.graphmoe.grouped_mlp(*arguments, backend, **self.of_gate_up)[0]
+            y_ND = torch.ops.graphmoe.grouped_mlp(*arguments, backend, **self.activation_options)[0]
         return self._plus_bias(y_ND, weight_NK, row_NK, ends_L)
 
     def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,7 +282,7 @@ class Experts(nn.Module):
             return (F.silu(gate_RF) * up_RF * weight_R1).to(gate_RF.dtype)
 
     @property
-    def of_gate_up(self) -> dict[str, Any]:
+    def activation_options(self) -> dict[str, Any]:
         """Arguments of ``graphmoe::grouped_mlp`` for other activations than SwiGLU."""
         return {"b_gate_up": self.b_gate_up, "limit": self.limit}
 
@@ -292,7 +292,7 @@ class Experts(nn.Module):
     def down_bias(self, weight_NK: Tensor, row_NK: Tensor, ends_L: Tensor) -> Tensor:
         """Return each token's weighted sum of its local experts' biases of down [N, D]. No device sync.
 
-        Rows -1 count nothing: their weights, and gradients of tokens that have no other, may be NaN.
+        A slot without a row (-1) adds 0, even if its weight is NaN, and so does its gradient.
         """
         assert self.b_down is not None
         row_NK1, starts_L = row_NK.unsqueeze(2), F.pad(ends_L[:-1], (1, 0))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
+from graphmoe.plan.attention import is_hybrid, is_linear, model_of_layer
 from graphmoe.plan.buckets import BufferLayout, Matrices, matrices_of
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.experts import is_moe, moe_layers
@@ -59,9 +60,10 @@ def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
     return {kind: summed(found) for kind, found in counts.items()}
 
 
-def attention_weights(model: ModelConfig) -> int:
-    """Count weights of one layer's attention projections, without norms."""
-    layer = next(part for kind, part in _parts(model, ALONE).items() if kind in ("dense", "moe", "mtp"))
+def attention_weights(model: ModelConfig, *, linear: bool = False) -> int:
+    """Count weights of one layer's attention projections, without norms; ``linear``: of linear attention."""
+    kinds = ("linear dense", "linear moe") if linear else ("dense", "moe", "mtp")
+    layer = next(part for kind, part in _parts(model, ALONE).items() if kind in kinds)
     return sum(weight.numel() for name, weight in layer.items() if "attn." in name and weight.dim() == 2)
 
 
@@ -72,11 +74,13 @@ def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePiece
 
 def layer_weights(model: ModelConfig, layout: Layout, layer: int) -> dict[str, Tensor]:
     """Return a rank's parameters of one layer by name; MTP layers are last."""
-    return _parts(model, layout)["mtp" if layer >= model.num_layers else _kind(model, layer)]
+    return _parts(model, layout)[_kind_of(model, layer)]
 
 
-def _kind(model: ModelConfig, layer: int) -> str:
-    return "moe" if is_moe(model, layer) else "dense"
+def _kind_of(model: ModelConfig, layer: int) -> str:
+    if layer >= model.num_layers:
+        return "mtp"
+    return ("linear " if is_linear(model, layer) else "") + ("moe" if is_moe(model, layer) else "dense")
 
 
 def _named_weights(
@@ -84,7 +88,7 @@ def _named_weights(
 ) -> list[tuple[str, Tensor]]:
     stages, parts = [*stages], _parts(model, layout)
     layers = sorted(i for stage in stages for i in stage.layers)
-    kinds = [_kind(model, i) for i in layers]
+    kinds = [_kind_of(model, i) for i in layers]
     if any(needs_embedding(stage, tied=model.tie_embeddings) for stage in stages):
         kinds.insert(0, "embed")
     if any(normalises(stage, model.mtp_depth) for stage in stages):
@@ -174,9 +178,10 @@ def _flat_buffers(
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    kinds = {_kind(model, i) for i in range(model.num_layers)}
+    moe = [is_moe(model, i) for i in range(model.num_layers)]
+    dense = int(not all(moe))
     small = dataclasses.replace(
-        model, num_layers=len(kinds), num_dense_layers=int("dense" in kinds), moe_every=1,
+        model, num_layers=dense + any(moe), num_dense_layers=dense, moe_every=1,
         mtp_depth=min(model.mtp_depth, 1),
     )  # fmt: skip
     key = repr(small), layout.tp, layout.ep, layout.etp, len(layout.embed_on) > 1
@@ -192,6 +197,14 @@ _built: dict[tuple[object, ...], dict[str, dict[str, Tensor]]] = {}
 
 
 def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
+    if not is_hybrid(model):
+        return _build_alike(model, layout)
+    linear = _build_alike(model_of_layer(model, 0), layout)
+    of_layers = {f"linear {kind}": part for kind, part in linear.items() if kind in ("dense", "moe")}
+    return _build_alike(model_of_layer(model, model.num_layers), layout) | of_layers
+
+
+def _build_alike(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
     with torch.device("meta"):
         built = Transformer(model, MoEConfig(), layout)
     layers = [*["dense"] * model.num_dense_layers, "moe"]
@@ -212,17 +225,21 @@ def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
     """Return a token's forward FLOPs by part of the model, averaged over positions."""
     num_moe_layers = len(moe_layers(model)) - model.mtp_depth
     projections = 2 * attention_weights(model)
-    scores = attention_scores(model, seq_len)
+    scores = of_mtp = attention_scores(model, seq_len)
+    linear = sum(is_linear(model, i) for i in range(model.num_layers))
+    of_linear = linear * 2 * attention_weights(model, linear=True) if linear else 0
+    if linear:
+        of_mtp = attention_scores(model_of_layer(model, model.num_layers), seq_len)
     routed = 2 * model.top_k * swiglu_weights(model, model.expert_ffn_size)
     shared = 2 * swiglu_weights(model, model.shared_ffn_size)
     head = 2 * model.vocab_size * model.hidden_size
     mtp_projection = 2 * 2 * model.hidden_size**2
     return {
-        "attention_projections": model.num_layers * projections,
+        "attention_projections": (model.num_layers - linear) * projections + of_linear,
         "attention_scores": model.num_layers * scores,
         "dense_mlp": 2 * (model.num_layers - num_moe_layers) * swiglu_weights(model, model.dense_ffn_size),
         "routed_experts": num_moe_layers * routed,
         "shared_experts": num_moe_layers * shared,
         "head": head,
-        "mtp": model.mtp_depth * (mtp_projection + projections + scores + routed + shared + head),
+        "mtp": model.mtp_depth * (mtp_projection + projections + of_mtp + routed + shared + head),
     }

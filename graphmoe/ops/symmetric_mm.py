@@ -24,7 +24,8 @@ def symmetric_mm(
         return launch(x_NRC.contiguous(), of_columns, scale, add, diagonal)
     sides = (x_NRC.mT, x_NRC) if of_columns else (x_NRC, x_NRC.mT)
     product = torch.baddbmm(x_NRC, *sides, beta=add, alpha=scale) if add else scale * torch.bmm(*sides)
-    product.diagonal(dim1=1, dim2=2).add_(diagonal)
+    if diagonal:
+        product.diagonal(dim1=1, dim2=2).add_(diagonal)
     return product
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.schema import ModelConfig, RopeScaling
+from graphmoe.config.schema import LinearAttention, ModelConfig, RopeScaling
 from graphmoe.plan.layout import divisors
 
 MAX_MASKED_HEAD = 256  # elements of a head in `ops.attention_kernels`
@@ -15,6 +15,7 @@ GROUPED_OPTIONS = (
     "attention_temperature_floor", "attention_sinks", "attention_gate", "attention_bias",
 )  # fmt: skip
 """Keys of ``model`` that another attention than gqa refuses unless they have their defaults."""
+LINEAR_HEADS = (16, 32, 64, 128)  # those in `ops.delta_net.kernels`
 
 
 class Weight(NamedTuple):
@@ -59,6 +60,8 @@ class AttentionFacts:
     """Further saved elements of a token, sharded over tp, besides queries, keys, values, result and inputs
     of `normed_heads`; None: unknown.
     """
+    recurrence: int = 0
+    """Forward FLOPs of one token's reads and writes of a state, in place of keys; 0: it attends to keys."""
     keys: tuple[str, ...] = ()
     """Keys of ``model`` that this kind reads and another may not."""
     problems: tuple[str, ...] = ()
@@ -68,31 +71,53 @@ def attention_facts(model: ModelConfig) -> AttentionFacts:
     return look_up(FACTS, model.attention, "model.attention", attribute="facts")(model)
 
 
+def is_hybrid(model: ModelConfig) -> bool:
+    return model.linear_attention is not LinearAttention.none
+
+
+def is_linear(model: ModelConfig, index: int) -> bool:
+    """Return whether a layer has ``linear_attention``; layers of multi-token prediction see all keys."""
+    if not is_hybrid(model) or index >= model.num_layers:
+        return False
+    return model.full_every < 1 or (index + 1) % model.full_every != 0
+
+
 def model_of_layer(model: ModelConfig, index: int) -> ModelConfig:
     """Return the configuration of one layer.
 
     ``window=0`` or ``attention_chunk=0`` if it sees all keys, ``rotary_fraction=0`` without rotary embedding.
+    With ``linear_attention``, ``attention`` is the kind of the layer, and all layers of the result are alike.
     """
-    if _is_nth(index, model.nope_every):
+    if _is_nope(model, index):
         normed = model.qk_norm and norms_heads(model, index)
         model = replace(model, rotary_fraction=0.0, qk_norm=normed, attention_chunk=0)
+    if is_hybrid(model):
+        kind = model.linear_attention.value if is_linear(model, index) else model.attention
+        return replace(model, attention=kind, linear_attention=LinearAttention.none, full_every=0)
     return replace(model, window=0, full_every=0) if _is_nth(index, model.full_every) else model
 
 
 def norms_heads(model: ModelConfig, index: int) -> bool:
     """Return whether a layer has the model's norms of heads: without weights, if it has rotary embedding."""
-    return model.qk_norm_weight or not _is_nth(index, model.nope_every)
+    return model.qk_norm_weight or not _is_nope(model, index)
 
 
 def masks_of_layers(model: ModelConfig, seq_len: int) -> Counter[tuple[int, int]]:
-    """Return the number of layers with each window and chunk; 0 if that is no less than the sequence."""
-    masks = (_mask(model, i) for i in range(model.num_layers))
+    """Return the number of layers with each window and chunk, 0 if that is no less than the sequence.
+
+    Layers with ``linear_attention`` attend to no keys, and are not counted.
+    """
+    masks = (_mask(model, i) for i in range(model.num_layers) if not is_linear(model, i))
     return Counter((w if w < seq_len else 0, c if c < seq_len else 0) for w, c in masks)
 
 
 def _mask(model: ModelConfig, index: int) -> tuple[int, int]:
     window = 0 if _is_nth(index, model.full_every) else model.window
-    return window, 0 if _is_nth(index, model.nope_every) else model.attention_chunk
+    return window, 0 if _is_nope(model, index) else model.attention_chunk
+
+
+def _is_nope(model: ModelConfig, index: int) -> bool:
+    return index < model.num_layers and _is_nth(index, model.nope_every)
 
 
 def _is_nth(index: int, every: int) -> bool:
@@ -101,8 +126,8 @@ def _is_nth(index: int, every: int) -> bool:
 
 def keys_per_query(model: ModelConfig, seq_len: int) -> float:
     """Return the mean number of keys that a query sees, over all layers; half the sequence if causal."""
-    masks, total = masks_of_layers(model, seq_len), 0.0
-    for (window, chunk), layers in masks.items():
+    total = 0.0
+    for (window, chunk), layers in masks_of_layers(model, seq_len).items():
         seen = seq_len / 2
         if window:
             seen = window - window**2 / (2 * seq_len)
@@ -124,6 +149,11 @@ def keys_of_other_scalings(model: ModelConfig) -> set[str]:
     """Return the keys of ``model`` that only other values of ``rope_scaling`` read."""
     prefixes = tuple(f"{kind}_" for kind in RopeScaling if kind is not model.rope_scaling)
     return {field.name for field in fields(model) if field.name.startswith(prefixes)}
+
+
+def rotary_elements(head: int, fraction: float) -> int:
+    """Return the elements of a head that have rotary embedding; 0 for a fraction out of its range."""
+    return round(head * fraction) if 0 < fraction <= 1 else 0
 
 
 def _latent(model: ModelConfig) -> AttentionFacts:
@@ -173,10 +203,10 @@ def _latent(model: ModelConfig) -> AttentionFacts:
 def _grouped(model: ModelConfig) -> AttentionFacts:
     width, heads, groups, head = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     fraction = model.rotary_fraction
-    rotary = round(head * fraction)
+    rotary = rotary_elements(head, fraction)
 
     def problems() -> Iterator[str]:
-        if groups < 1 or heads % max(groups, 1):
+        if heads > 0 and (groups < 1 or heads % groups):
             yield (
                 f"model.num_kv_heads={groups} does not divide model.num_heads={heads}; "
                 f"use one of {divisors(heads)}"
@@ -190,7 +220,9 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
             )
         if model.qk_norm_whole and not model.qk_norm:
             yield "model.qk_norm_whole=true has no effect with model.qk_norm=false; use qk_norm_whole=false"
-        if model.full_every and not model.window:
+        if is_hybrid(model):
+            yield from _delta_net_problems(model)
+        elif model.full_every and not model.window:
             yield f"model.full_every={model.full_every} has no effect with model.window=0; use full_every=0"
         elif model.full_every and not 2 <= model.full_every <= model.num_layers:
             yield (
@@ -220,7 +252,14 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
         axes=("tp", "cp"),
         documents=True,
         kept=2 * heads * head if model.attention_gate else 0,  # the gate, and the result before it
-        keys=("num_kv_heads", "head_dim", "rotary_fraction", "attention_temperature_scale", *GROUPED_OPTIONS),
+        keys=(
+            *("num_kv_heads", "head_dim", "rotary_fraction", *GROUPED_OPTIONS),
+            *(
+                "attention_temperature_scale",
+                "linear_attention",
+                *(DELTA_NET_KEYS if is_hybrid(model) else ()),
+            ),
+        ),
         problems=tuple(problems()),
     )
 
@@ -256,4 +295,60 @@ def _without_rotary_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
-FACTS: dict[str, Callable[[ModelConfig], AttentionFacts]] = {"mla": _latent, "gqa": _grouped}
+DELTA_NET_KEYS = (
+    *("linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_taps",
+)
+
+
+def _delta_net_problems(model: ModelConfig) -> Iterator[str]:
+    keys, values = model.linear_key_heads, model.linear_value_heads
+    if values % max(keys, 1):
+        below = values - values % keys
+        yield (
+            f"model.linear_value_heads={values} is not a multiple of model.linear_key_heads={keys}; "
+            f"use linear_value_heads={below or keys}"
+        )
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        if (size := getattr(model, key)) not in LINEAR_HEADS:
+            yield f"model.{key}={size} has no kernels; use {', '.join(map(str, LINEAR_HEADS))}"
+    kind = f"model.linear_attention={model.linear_attention.value}"
+    if not 2 <= model.full_every <= model.num_layers:
+        yield (
+            f"model.full_every={model.full_every} must be 2 to model.num_layers={model.num_layers} with "
+            f"{kind}, so that there are layers of both kinds"
+        )
+    if model.window:
+        yield f"model.window={model.window} has no layer to apply to with {kind}; use window=0"
+
+
+def _delta_net(model: ModelConfig) -> AttentionFacts:
+    width, key, value = model.hidden_size, model.linear_key_head_dim, model.linear_value_head_dim
+    keys, heads = model.linear_key_heads * key, model.linear_value_heads
+    values = heads * value
+    return AttentionFacts(
+        key,
+        value,
+        0,
+        (
+            Weight("q_proj", width, keys),
+            Weight("k_proj", width, keys),
+            Weight("v_proj", width, values),
+            Weight("gate_proj", width, values),
+            Weight("beta_proj", width, heads),
+            Weight("decay_proj", width, heads),
+            Weight("out_proj", values, width),
+        ),
+        axes=("tp",),
+        documents=True,
+        # before and after the convolution, the gate; then norms, decays and beta, of which some are fp32
+        kept=2 * (2 * keys + values) + values + 4 * model.linear_key_heads + 7 * heads,
+        recurrence=heads * key * value * 6,
+        keys=DELTA_NET_KEYS,
+    )
+
+
+# delta_net is the kind of some layers only (`model_of_layer`)
+FACTS: dict[str, Callable[[ModelConfig], AttentionFacts]] = {
+    "mla": _latent, "gqa": _grouped, "delta_net": _delta_net
+}  # fmt: skip

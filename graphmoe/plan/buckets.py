@@ -23,7 +23,7 @@ def decays(weight: Tensor) -> bool:
 
 
 # parts of the names of parameters that are updated by element, whatever their shape
-_BY_ELEMENT = ("embed.", "head.weight", "moe_router.", "shared_experts.gate.", "bias")
+_BY_ELEMENT = ("embed.", "head.weight", "moe_router.", "shared_experts.gate.", "bias", "convs.")
 MOST_PADDING = 1.25  # padded over unpadded length, above which the experts of a weight have one owner
 
 

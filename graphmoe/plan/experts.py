@@ -197,6 +197,8 @@ def _why_no_fp8_rows(config: RunConfig, dispatcher: str, vendor: str | None) -> 
         return f"moe.dispatcher={dispatcher} cannot send fp8 rows"
     if config.model.layer != "standard":
         return f"model.layer={config.model.layer} may not use fp8"
+    if config.model.expert_bias:
+        return "the gradient of model.expert_bias=true reads rows that are not quantized"
     return None
 
 

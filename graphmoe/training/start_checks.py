@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
+from graphmoe.checkpoint.hf.families import require_family
 from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, RunConfig
@@ -41,6 +42,7 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
     Reads shapes, not contents. Both are ignored if the run has a checkpoint. *Raises* ConfigError.
     """
     checkpoint, model = config.checkpoint, config.model
+    require_family(model.hf_family)
     if own_folder is not None and saved_steps(own_folder / CHECKPOINTS):
         return
     try:

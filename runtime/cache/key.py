@@ -25,7 +25,7 @@ Facts = Mapping[str, Any]  # plain values by dotted names; base.* are device, ve
 
 # Config sections whose keys are facts, except `NOT_COMPILED`
 WHOLE_SECTIONS = ("model", "precision", "recompute")
-NOT_COMPILED = ("model.name", "model.peak_lr", "model.init_std", "model.bias_update_rate")
+NOT_COMPILED = ("model.name", "model.hf_family", "model.peak_lr", "model.init_std", "model.bias_update_rate")
 # not optim.bucket_mb, nor the number of ranks: only the update depends on them
 SINGLE_KEYS = (
     "data.seq_len",

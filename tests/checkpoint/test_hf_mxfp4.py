@@ -56,14 +56,25 @@ def folders(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_values_are_those_of_transformers_whatever_the_bytes(dtype):
     blocks, _ = random_blocks(8, 8 * 32, seed=3)
-    scales = torch.arange(E * 64).reshape(E, 8, 8).remainder(255).to(torch.uint8)
-    scales[0, 0, 0], scales[0, 0, 1] = 0, 254
-    found = mxfp4.dequantised("", blocks, scales)
-    finite = scales.repeat_interleave(32, dim=2).mT < 253  # theirs scales by a power that may overflow
+    scales = torch.arange(E * 64).reshape(E, 8, 8).remainder(253).to(torch.uint8)
+    scales[0, 0, 0], scales[0, 0, 1] = 0, 252
+    found = mxfp4.unpacked("", blocks, scales)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape == (E, 8 * 32, 8)
-    assert torch.equal(found.to(dtype)[finite], expected[finite])
+    assert torch.equal(found.to(dtype), expected)
     assert len(found.unique()) > 1000
+
+
+@pytest.mark.parametrize(("scale", "byte"), [(253, 0x55), (254, 0xB3)])  # values 3 and 3, 1.5 and -1.5
+def test_a_large_scale_is_read_if_its_values_are_finite(scale, byte):
+    blocks = torch.full((1, 2, 1, 16), byte, dtype=torch.uint8)
+    scales = torch.full((1, 2, 1), scale, dtype=torch.uint8)
+    assert mxfp4.unpacked("", blocks, scales).abs().unique().item() == {253: 3.0, 254: 1.5}[scale] * 2.0 ** (
+        scale - 127
+    )
+    blocks[0, 1, 0, 7] = 0x60  # 4
+    with pytest.raises(ConfigError, match=f"^X in F: values with scale {scale} are not finite; .* most 252"):
+        mxfp4.unpacked("X in F", blocks, scales)
 
 
 def test_a_folder_is_read_as_its_bf16_copy_and_written_without_quantization(folders, tmp_path):
@@ -84,10 +95,8 @@ def test_a_folder_is_read_as_its_bf16_copy_and_written_without_quantization(fold
 def test_a_rank_reads_its_experts_only(folders, folder, rank, monkeypatch):
     path, layout, read = folders[folder == "plain"], Layout(dp=3, ep=3), list[int]()
     whole, config = load_hf(path)[1].state_dict(), load_hf(path)[0]
-    dequantised = mxfp4.dequantised
-    monkeypatch.setattr(
-        mxfp4, "dequantised", lambda at, *pair: read.append(len(pair[0])) or dequantised(at, *pair)
-    )
+    unpacked = mxfp4.unpacked
+    monkeypatch.setattr(mxfp4, "unpacked", lambda at, *pair: read.append(len(pair[0])) or unpacked(at, *pair))
     model = build_model(config, layout=layout, rank=rank, seed=None)
     load_weights(model, path, layout=layout, rank=rank)
     experts = slice(rank * E // 3, (rank + 1) * E // 3)
@@ -123,9 +132,44 @@ def test_missing_or_wrong_scales_are_named(folders):
     packed, _ = folders
     key = "model.layers.1.mlp.experts.down_proj"
     said = damaged(packed, lambda tensors: tensors[f"{key}_scales"][2, 5, 0].fill_(255))
-    assert said.startswith(f"{key} in ") and "a scale is 255, which is no number" in said
-    said = damaged(packed, lambda tensors: tensors.pop(f"{key}_scales"))
-    assert f"missing: {key} [6, 32, 64]" in said and f"extra: {key}_blocks [6, 64, 1, 16]" in said
+    assert said.startswith(f"{key} in ") and "values with scale 255 are not finite" in said
+
+
+STORED = {
+    "dtype": (lambda blocks, scales: (blocks.char(), scales), "I8 [6, 64, 1, 16]", "U8 [6, 64, 1]"),
+    "shape": (lambda blocks, scales: (blocks, scales.mT), "U8 [6, 64, 1, 16]", "U8 [6, 1, 64]"),
+    "flat": (lambda blocks, scales: (blocks.flatten(2), scales), "U8 [6, 64, 16]", "U8 [6, 64, 1]"),
+    "no scales": (lambda blocks, scales: (blocks, None), "U8 [6, 64, 1, 16]", "missing"),
+    "no blocks": (lambda blocks, scales: (None, scales), "missing", "U8 [6, 64, 1]"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_blocks_and_scales_that_store_no_weight_have_one_line(folders, name):
+    key, (change, *found) = "model.layers.1.mlp.experts.down_proj", STORED[name]
+
+    def changed(tensors):
+        names = f"{key}_blocks", f"{key}_scales"
+        new = zip(names, change(*map(tensors.pop, names)), strict=True)
+        tensors.update({each: tensor.contiguous() for each, tensor in new if tensor is not None})
+
+    _, *lines = damaged(folders[0], changed).splitlines()
+    assert [line.strip() for line in lines] == [
+        f"{key}_blocks is {found[0]} and {key}_scales is {found[1]}; MXFP4 needs U8 [6, 64, 1, 16] and "
+        "U8 [6, 64, 1]"
+    ]
+
+
+def test_blocks_of_another_size_and_a_weight_beside_them_are_named(folders):
+    key = "model.layers.1.mlp.experts.down_proj"
+    said = damaged(folders[0], lambda tensors: tensors.update({f"{key}_scales": torch.zeros(1)}))
+    assert f"{key}_scales is F32 [1]; MXFP4 needs" in said
+    shapes = {f"{key}_blocks": (6, 60, 1, 16), f"{key}_scales": (6, 60, 1)}
+    wrong = {each: torch.zeros(shape, dtype=torch.uint8) for each, shape in shapes.items()}
+    said = damaged(folders[0], lambda tensors: tensors.update(wrong))
+    assert f"mis-shaped: {key} is [6, 32, 60], not [6, 32, 64]" in said
+    said = damaged(folders[0], lambda tensors: tensors.update({key: torch.zeros(6, 32, 64)}))
+    assert f"extra: {key}_blocks [6, 60, 1, 16]" in said
 
 
 def test_convert_dequantizes_and_writes_no_other_form(folders, tmp_path):
@@ -144,4 +188,11 @@ def test_other_quantizations_of_the_family_are_refused(folders):
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ConfigError, match='quantization_config.quant_method="fp8"; supported is "mxfp4"'):
+        load_hf(folders[0])
+    path.write_text(json.dumps(raw | {"quantization_config": "mxfp4"}))
+    with pytest.raises(ConfigError, match='"mxfp4"; supported is {"quant_method": "mxfp4"}$'):
+        load_hf(folders[0])
+    path.write_text(json.dumps(raw | {"quantization_config": None}))
+    said = '4 are MXFP4 weights, .*_proj for one; .* quantization_config={"quant_method": "mxfp4"}$'
+    with pytest.raises(ConfigError, match=said):
         load_hf(folders[0])

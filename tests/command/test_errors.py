@@ -133,7 +133,15 @@ def test_a_word_for_a_thing_gets_an_answer_about_the_thing():
     answers = {
         "lora.rank=8": "unknown key 'lora.rank' on the command line ('lora.rank=8'): there are no adapters",
         "model=llama2_7b": "'llama2_7b': the dense families are Llama 3, as model=llama3_8b, and Qwen3",
-        "model=gpt-oss-20b": "this family is not there; those that are: DeepSeek-V2",
+        "model=dbrx": "this family is not there; those that are: DeepSeek-V2",
+        **dict.fromkeys(
+            ("model=gpt-oss", "model=gpt_oss", "model=gptoss", "model=openai/gpt-oss"),
+            "': model=gpt_oss_20b, gpt_oss_120b and gpt_oss_20b_mlperf are there",
+        ),
+        "model=gpt-oss-20b": "model=gpt_oss_20b",
+        **dict.fromkeys(("model=glm", "model=glm_4_5", "model=GLM-4.5"), "': model=glm_4_5_air is there"),
+        "model=ling": "': model=ling_mini_2 and ling_flash_2 are there",
+        "model=minimax": "': model=minimax_m2 is there",
         "experiment=sft": "every token of a document counts in the loss",
         "optim=soap": "the optimizers are optim=adamw and optim=muon",
         "muon.momentum=0.9": "optim=muon updates matrices by Muon",

@@ -29,7 +29,7 @@ def test_the_page_explains_published_counts_of_active_parameters(preset, columns
     rows = ("routed_experts", "attention", "shared_experts", "embedding head", "router norms")
     ours = [sum(counts[name] for name in row.split()) for row in rows]
     theirs = [ours[0], model.num_layers * model.hidden_size**2, 0, counts["head"], 0]
-    rows = rows_below(ROOT / "docs/model.md", "| active parameters, B |")
+    rows = rows_below(ROOT / "docs/models.md", "| active parameters, B |")
     for column, parts in zip(columns, (theirs, ours), strict=True):
         shown = [f"{part / 1e9:.2f}" if part else "-" for part in parts]
         assert [row[column] for row in rows] == [*shown, f"{sum(parts) / 1e9:.1f}"]

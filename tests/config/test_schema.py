@@ -167,9 +167,12 @@ def test_a_preset_is_the_published_model_of_the_documentation_and_states_only_th
     if m.num_experts and not name.startswith("tiny"):
         family = max((prefix for prefix in BALANCE if name.startswith(prefix)), key=len)
         assert (m.aux_loss, m.aux_loss_coef) == BALANCE[family]
-    row, *_ = re.findall(rf"^\| `{name}` \|.*", (ROOT / "docs" / "model.md").read_text(), re.MULTILINE)
+    row, *_ = re.findall(rf"^\| `{name}` \|.*", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    sizes = [f"{m.num_experts}, {m.top_k}, {m.expert_ffn_size}", str(m.shared_ffn_size or "-")]
+    sizes = [
+        f"{m.num_experts}, {m.top_k}, {m.expert_ffn_size}",
+        f"{m.shared_ffn_size or '-'}" + ", gated" * m.shared_gate,
+    ]
     sizes = sizes if m.num_experts else ["-", "-"]
     assert cells[1:3] + cells[4:6] == [f"{m.num_layers} ({num_dense(m)})", str(m.hidden_size), *sizes]
     assert cells[7:] == [f"{part['body'] / 1e9:.3f}" for part in count_parameters(m).values()]

@@ -45,6 +45,8 @@ INDUCTOR = "by Inductor, in turns"
 NAMES = [*slow_but([*CASES], "blocks, the whole step captured")]
 NAMES += [pytest.param(INDUCTOR, marks=pytest.mark.exhaustive)]
 CASES[INDUCTOR] = case(TURNS, BF16, *ONE_LAYER, traced=False)
+BIASED = "with biases"
+CASES[BIASED] = case("model.expert_bias=true", "model.swiglu_limit=1", "model.router_bias=true", *ONE_LAYER)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,13 @@ def outcomes(request, folder):
         for balance in (REPLICAS, "moe.balance=none"):
             cases[f"{name}: {balance}"] = case(*COPIED[name], balance, change=all_on_two_experts)
     return Job(folder, cases).results(seconds=900)
+
+
+@pytest.mark.parametrize("name", slow_but([BIASED]))
+def test_rows_of_biased_experts_are_not_sent_in_8_bits(outcomes, name):
+    for found, plain in zip(outcomes[f"{name}: auto"], outcomes[f"{name}: bf16"], strict=True):
+        assert found.gradients and all(gradient.isfinite().all() for gradient in found.gradients.values())
+        assert_same_state(found.gradients, plain.gradients)
 
 
 @pytest.mark.parametrize("name", NAMES)

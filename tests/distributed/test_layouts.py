@@ -77,6 +77,10 @@ LLAMA4 = (
     "model.attention_temperature_floor=4", "model.top_k=1", "model.score_function=sigmoid",
     "model.input_scaling=true", "model.num_dense_layers=0", "model.moe_every=2",
 )  # fmt: skip
+STATE = (
+    *GQA[:3], "model.linear_attention=delta_net", "model.full_every=2", "model.linear_key_heads=2",
+    "model.linear_value_heads=4", "model.linear_value_head_dim=16",
+)  # fmt: skip
 GROUPS = ("model.num_groups=2", "model.renormalise=true")
 LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 NO_EXPERTS = (*GQA, "model.num_experts=0", "model.rope_scaling=llama3", "model.llama3_original_context=8")
@@ -172,6 +176,8 @@ MORE_OF_FOUR = (
     Case(4, "tp=2 ep=4", model=(*GQA, *OPTIONS, MTP)),
     # not clipped: compiled updates scale gradients without storing them
     Case(2, "pp=2", "zbv", LAYERS, (*GQA, *OPTIONS, "train.clip_grad_norm=0"), "traced"),
+    Case(4, "tp=2 ep=2", model=(*STATE, *MASK)),
+    Case(2, "pp=2", "zb1p", LAYERS, STATE, "traced"),
     Case(4, f"cp=4 {RING}", model=GQA, change=labels_ignored),
     Case(4, f"cp=4 {RING}", model=("model.aux_loss=sequence",), change=all_labels_ignored),
     Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=(*GQA, MTP)),

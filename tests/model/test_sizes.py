@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from graphmoe.config.schema import AttentionBias
+from graphmoe.config.schema import AttentionBias, LinearAttention
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import COMPONENTS, count_parameters, flops_per_token, forward_flops
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import peak_tflops
+from tests.model.models import HYBRID
 from tests.runs import PRESETS
 
 
@@ -83,6 +84,26 @@ def test_counts_equal_those_of_the_built_model_component_by_component(preset, ti
     counted = count_parameters(config)["total"]
     assert {label: counted[label] for label in COMPONENTS.values() if counted[label]} == dict(built)
     assert counted["full"] == built.total()
+
+
+def test_layers_with_a_state_are_counted_beside_those_that_attend():
+    hybrid = replace(HYBRID, num_layers=6, mtp_depth=1)  # layers 2 and 5 attend, and the prediction layer
+    built = dict(build_model(hybrid, device="meta").named_parameters())
+    assert count_parameters(hybrid)["total"]["full"] == sum(weight.numel() for weight in built.values())
+    gqa = replace(hybrid, linear_attention=LinearAttention.none, full_every=0)
+    found, of_gqa = (forward_flops(model, 64) for model in (hybrid, gqa))
+    recurrences = 4 * 6 * 2 * 16 * 16  # read for the key, write, read for the query, of two heads
+    scores = of_gqa["attention_scores"] / 3 + recurrences
+    assert found["attention_scores"] == pytest.approx(scores, rel=1e-3)  # a rounded mean of layers
+    weights = sum(
+        weight.numel()
+        for name, weight in built.items()
+        if name.startswith("layers.") and ".attn." in name and weight.dim() == 2
+    )
+    assert found["attention_projections"] == 2 * weights
+    assert {key for key, flops in found.items() if flops != of_gqa[key]} <= {
+        "attention_projections", "attention_scores",
+    }  # fmt: skip
 
 
 def test_a_tied_head_is_counted_with_the_embedding_and_computes_as_much():

@@ -189,6 +189,12 @@ GLM = (
 )
 
 
+def test_taps_of_a_convolution_are_updated_by_element():
+    weight = torch.empty(64, 4)
+    assert matrices_of("layers.0.attn.convs.q", weight) is None
+    assert matrices_of("layers.0.attn.q_proj.weight", weight) == (64, 4)
+
+
 @pytest.mark.parametrize("words", [MLA, (*GQA, "model.renormalise=true"), GLM], ids=["mla", "gqa", "glm"])
 def test_matrices_are_those_of_hugging_face_folders_but_embedding_head_and_router(words):
     model = config(*words).model

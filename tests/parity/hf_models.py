@@ -95,6 +95,25 @@ def llama4(
     )
 
 
+def qwen3_next(
+    shape: Sizes, sizes: Sizes, linear: Sizes, shared: int, lengths: tuple[int, ...] = (1, 19), **more: Any
+) -> Case:
+    """``sizes``: as ``GROUPED``; ``linear``: key heads, value heads, head sizes, taps."""
+    case = grouped("Qwen3Next", shape, sizes, lengths)
+    keys = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    sized = dict(zip((*keys, "linear_conv_kernel_dim"), linear, strict=True))
+    experts = {"num_experts": case.config.pop("num_local_experts")}
+    return replace(
+        case, config=case.config | sized | experts | {"shared_expert_intermediate_size": shared} | more
+    )
+
+
+def qwen3_5(*sizes: Any, **more: Any) -> Case:
+    case = qwen3_next(*sizes, **more)
+    del case.config["intermediate_size"]
+    return replace(case, family="Qwen3_5Moe")
+
+
 def layers(*kinds: str) -> dict[str, list[str]]:
     return {"layer_types": [f"{kind}_attention" for kind in kinds]}
 
@@ -214,6 +233,16 @@ CASES = {
     "llama4_rotary_everywhere": llama4(
         (18, 2), (3, 3, 8), (4, 6, 5), no_rope_layers=[1, 1], attention_chunk_size=4000,
     ),
+    "qwen3_next": qwen3_next(
+        (33, 4), (6, 2, 16, 7, 3, 9), (2, 4, 16, 32, 4), 13, (1, 70), **layers(*("linear", "full") * 2)
+    ),
+    "qwen3_next_every_third": qwen3_next(
+        (22, 4), (3, 1, 10, 5, 2, 11), (1, 3, 32, 16, 3), 6, norm_topk_prob=False, rms_norm_eps=1e-5,
+        **layers("linear", "linear", "full", "linear"), **part(0.4, 777.0),
+    ),
+    "qwen3_5": qwen3_5(
+        (26, 4), (4, 2, 16, 6, 2, 10), (2, 6, 16, 32, 4), 9, (1, 66), **layers(*("linear", "full") * 2)
+    ),
     "mixtral": grouped("Mixtral", (32, 2), (4, 2, None, 8, 2, 15)),
     "mixtral_odd": grouped("Mixtral", (25, 3), (9, 3, 6, 3, 3, 17), (1, 23), **default_rope(777.0)),
 }  # fmt: skip
@@ -223,6 +252,7 @@ for name in (
     "glm_air",
     "minimax",
     "qwen3_one_kv_head",
+    "qwen3_next",
     "mixtral",
     "llama_scaled",
     "qwen3_dense",
@@ -236,14 +266,18 @@ for name in (
 def random_model(case: Case, seed: int = 0) -> Any:
     """A transformers model whose every weight is random, norms and the router's bias too."""
     words = {"vocab_size": case.vocab_size, "max_position_embeddings": 2560}
-    kind = "Llama4TextConfig" if case.family == "Llama4" else f"{case.family}Config"
-    config = getattr(transformers, kind)(**words | KERNELS | case.config)
+    own = "Text" if case.family in ("Llama4", "Qwen3_5Moe") else ""
+    config = getattr(transformers, f"{case.family}{own}Config")(**words | KERNELS | case.config)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1.0 + 0.3 * noise if parameter.dim() == 1 else 0.25 * noise)
+            # norms in bf16, so that 1 can be added to them, and subtracted, without loss
+            parameter.copy_((1.0 + 0.3 * noise).bfloat16() if parameter.dim() == 1 else 0.25 * noise)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # transformers subtracts sums of decays, and loses strong ones
+                parameter -= 3
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.4 * torch.rand(buffer.shape, generator=generator) - 0.2)

@@ -48,8 +48,9 @@ SIZES += ("num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size
 TINY = {"intermediate_size": 21, "num_hidden_layers": 3, "vocab_size": V, "rope_theta": 500.0}
 CASES = {
     "groups": ((33, 6, 2, 12, 6, 12, 4, 4, 2, 7, 1), {}),
-    "odd": ((26, 5, 1, 10, 4, 15, 3, 3, 2, 9, 2), {"use_qk_norm": False, "norm_topk_prob": False}),
+    "odd": ((26, 5, 1, 10, 4, 15, 3, 3, 2, 9, 2), {"use_qk_norm": False}),
     "one_group": ((19, 3, 3, 8, 8, 7, 2, 1, 1, 5, 1), {"tie_word_embeddings": True}),
+    "one_expert": ((22, 4, 2, 8, 2, 6, 1, 2, 1, 8, 1), {}),
 }
 
 
@@ -131,7 +132,7 @@ def moe(h, w, name, raw):
     choice = choice.masked_fill(is_open[..., None] == 0, -torch.inf).flatten(-2)
     experts = choice.topk(raw["num_experts_per_tok"], dim=-1).indices
     weights = scores.gather(-1, experts)
-    if raw["norm_topk_prob"]:
+    if raw["num_experts_per_tok"] > 1:  # whatever norm_topk_prob is
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = torch.zeros_like(scores).scatter(-1, experts, raw["routed_scaling_factor"] * weights)
     outputs = [swiglu(h, w, f"{name}.experts.{e}") for e in range(raw["num_experts"])]
@@ -283,6 +284,7 @@ def test_glm_4_5_has_its_published_parameters():
         ({"score_function": "softmax"}, ["score_function"]),
         ({"moe_router_enable_expert_bias": False}, ["moe_router_enable_expert_bias=false"]),
         ({"moe_shared_expert_intermediate_size": 64}, ["moe_shared_expert_intermediate_size=64"]),
+        ({"norm_topk_prob": False}, ["norm_topk_prob=false"]),
         ({"rotary_dim": 32}, ["rotary_dim=32"]), ({"n_group": None}, ["n_group"]),
         ({"architectures": ["BailingMoeForCausalLM"]}, ["BailingMoeForCausalLM"]),
     ],

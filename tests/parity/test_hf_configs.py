@@ -1,6 +1,7 @@
 """config.json to ModelConfig and back: published models, both rope styles, and every refusal."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,7 +110,7 @@ REFUSED = {
     "glm_4_5_air": {"hidden_act": "gelu", "attention_dropout": 0.1},
     "minimax_m2": {
         "scoring_func": "softmax", "use_routing_bias": False, "router_jitter_noise": 0.1,
-        "shared_intermediate_size": 8, "attn_type_list": [1, 0], "attention_bias": True,
+        "shared_intermediate_size": 8, "attn_type_list": [1] * 61 + [0], "attention_bias": True,
         "output_router_logits": True, "use_qk_norm": False, "qk_norm_type": "per_head",
     },
     "gpt_oss_20b": {
@@ -161,6 +162,11 @@ ROPES = [
             ["low_freq_factor=null", "high_freq_factor=null", "original_max_position_embeddings is missing"],
         ),
         ("gpt_oss_20b", {"sliding_window": None}, ["sliding_window=null must be a whole number"]),
+        ("gpt_oss_20b", {"sliding_window": 0}, ["sliding_window=0; supported is 1 or more with sliding_att"]),
+        ("gpt_oss_20b", {"layer_types": ["full_attention"] * 23}, ["supported is 24 of sliding_attention"]),
+        ("gpt_oss_20b", {"num_attention_heads": -1}, ["model.num_heads=-1 must be"]),
+        ("minimax_m2", {"attn_type_list": [1] * 61}, ["supported is 62 of 1, which is softmax attention"]),
+        ("minimax_m2", {"attn_type_list": 1}, ["attn_type_list=1; supported is 62 of 1"]),
         ("gpt_oss_20b", {"layer_types": "full", "head_dim": 63}, ['layer_types="full"; supported is 24 of']),
         ("qwen3_8b", {"use_sliding_window": True, "sliding_window": 4096}, ["sliding_window=4096"]),
         ("llama3_8b", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, ["llama3_factor=0.5 must be 1 or greater"]),
@@ -180,6 +186,44 @@ def test_what_has_no_counterpart_here_is_named(name, change, named):
     with pytest.raises(ConfigError) as caught:
         read(raw)
     assert [part for part in named if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "minimax_m2"])
+@pytest.mark.parametrize(
+    "lists", [{}, {"layer_types": None, "attn_type_list": None}], ids=["given", "absent"]
+)
+def test_a_number_of_layers_is_refused_before_lists_are_made(name, lists):
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="num_(hidden_)?layers=2147483647|2147483647 of"):
+        read(PUBLISHED[name] | lists | {"num_hidden_layers": 2**31 - 1})
+    assert tracemalloc.get_traced_memory()[1] < 1e7
+    tracemalloc.stop()
+
+
+def test_windows_of_few_layers_are_those_of_transformers():
+    for layers in (1, 2, 3):
+        raw = PUBLISHED["gpt_oss_20b"] | {"num_hidden_layers": layers, "layer_types": None}
+        kinds = transformers.GptOssConfig(num_hidden_layers=layers).layer_types
+        assert same_function(read(raw), read(raw | {"layer_types": kinds})) == []
+
+
+@pytest.mark.parametrize("name", ["glm_4_5_air", "ling_mini_2", "minimax_m2"])
+def test_a_rotary_fraction_means_the_same_elements_in_transformers(name):
+    config = replace(load_preset(name), head_dim=96, rotary_fraction=0.333333)
+    _, raw = to_hf_config(config)
+    fraction = raw.get("partial_rotary_factor", raw.get("rotary_dim", 0) / 96)
+    assert int(96 * fraction) == 32 and same_function(read(raw), config) == []
+    with pytest.raises(ConfigError, match="model.rotary_fraction=0.68.* is 29 elements for transformers"):
+        to_hf_config(replace(config, head_dim=44, rotary_fraction=30 / 44))
+
+
+@pytest.mark.parametrize("name", ["glm_4_5_air", "ling_mini_2"])
+@pytest.mark.parametrize("factor", [1e299, 0.333333], ids=str)
+def test_a_rotary_factor_that_transformers_takes_otherwise_is_named(name, factor):
+    _, raw = to_hf_config(load_preset(name))
+    raw |= {"head_dim": 2**31 - 2 if factor > 1 else 96, "rotary_dim": None, "partial_rotary_factor": None}
+    with pytest.raises(ConfigError, match=f"model.rotary_fraction={factor}".replace("+", r"\+")):
+        read(raw | {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": factor}})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -172,9 +172,10 @@ def test_every_missing_extra_and_misshaped_tensor_is_listed_at_once(folder):
     ]
 
 
-def test_rotary_frequencies_and_empty_tensors_are_no_weights(folder):
+def test_rotary_tables_empty_tensors_and_mtp_are_no_weights(folder):
     before, added = load_hf(folder)[1].state_dict(), {"model.layers.1.mlp.unused.weight": torch.zeros(0, 26)}
     added["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    added["mtp.fc.weight"] = torch.ones(2, 4)  # of Qwen3-Next
     change_tensors(folder, lambda tensors: tensors.update(added))
     assert_same_bits(load_hf(folder)[1].state_dict(), before)
 

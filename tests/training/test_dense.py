@@ -1,9 +1,8 @@
-"""Models without MoE layers: from a published folder and back, files of a run, projections of presets."""
+"""Models without MoE layers: files of a run, projections of presets."""
 
 import shutil
 
 import pytest
-import transformers
 
 from graphmoe.bench.jobs import compose_config, composed
 from graphmoe.command.hydra import to_config
@@ -15,35 +14,10 @@ from graphmoe.run.files import EXPERT_LOADS_FILE
 from graphmoe.training.auto import decided, machine_of
 from graphmoe.training.dry_run import dry_run
 from graphmoe.training.memory import memory_of_places
-from tests.parity.hf_models import CASES, assert_same_bits, random_model, tensors_in
 from tests.runs import TINY, assert_same_state, command, final_state, metrics, numbers, summary, train_in
 
 DENSE = ("model.num_experts=0", "model.attention=gqa", "model.num_kv_heads=1", "model.tie_embeddings=true")
 OF_EXPERTS = {"router_entropy", "balance_loss", "z_loss", "load_max_over_mean", "rank_load"}
-
-
-@pytest.mark.parametrize("name", ["llama_scaled_tied", "qwen3_dense"])
-def test_a_published_folder_trains_ten_steps_and_is_written_back(tmp_path, name):
-    random_model(CASES[name]).save_pretrained(tmp_path / "published")
-    of_run = [word for word in TINY if not word.startswith(("model.", "optim.", "train.steps"))]
-    words = (
-        "hydra.run.dir=run",
-        "train.steps=10",
-        "optim.lr=1e-3",
-        "optim.warmup_steps=0",
-        "data.seq_len=16",
-    )
-    run = command(tmp_path, "model=published", *of_run, *words)
-    assert run.wait() == 0, run.err.read_text()
-    assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [*range(1, 11)]
-    back = command(tmp_path, "from=run", "to=exported", module="graphmoe.convert")
-    assert back.wait() == 0, back.err.read_text()
-    before, after = tensors_in(tmp_path / "published"), tensors_in(tmp_path / "exported")
-    assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
-    assert all(not before[key].equal(after[key]) for key in before if key.endswith("proj.weight"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    theirs.save_pretrained(tmp_path / "again")
-    assert_same_bits(tensors_in(tmp_path / "again"), after)
 
 
 def test_a_run_resumes_bitwise_and_its_files_name_no_experts(tmp_path, caplog):

@@ -188,6 +188,10 @@ CASES = {
         "model.attention=gqa", "model.num_kv_heads=2", "parallel.tp=2", "model.attention_sinks=true",
         "model.attention_gate=true", "model.attention_bias=qkvo",
     ),
+    "a state, tp": (
+        "model.attention=gqa", "model.num_kv_heads=2", "parallel.tp=2", "model.linear_attention=delta_net",
+        "model.full_every=2", "model.linear_key_heads=2", "model.linear_value_heads=4", "model.mtp_depth=1",
+    ),
     "cp, etp": ("parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
     "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
     "whole matrices": ("optim.name=muon",),

@@ -20,8 +20,7 @@ def load_hf(
 ) -> tuple[ModelConfig, Transformer]:
     """Read configuration and model from a Hugging Face folder, by default in the folder's dtype.
 
-    Families: deepseek_v2, deepseek_v3 (also Moonlight and Kimi-K2), llama, qwen3, qwen3_moe, mixtral,
-    glm4_moe, bailing_moe_v2, minimax_m2, gpt_oss, llama4_text.
+    docs/models.md lists the families.
     *Raises* ConfigError listing all keys with unsupported values, or all tensors that are missing, extra or
     of another shape.
     """

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from graphmoe.config.schema import GroupScore, ModelConfig
-from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others
+from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others, rotary_elements
 from graphmoe.plan.experts import EXPERT_KEYS, num_dense
 
-TRAINING_KEYS = {"name", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
+TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """ModelConfig keys that config.json lacks, or that only training uses."""
 
@@ -35,6 +35,9 @@ def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]
 def _effective(config: ModelConfig) -> dict[str, Any]:
     keys = dataclasses.asdict(config)
     dropped = TRAINING_KEYS | keys_of_others(config) | keys_of_other_scalings(config)
+    if config.attention == "gqa":  # a fraction is rounded to elements
+        elements = rotary_elements(config.head_dim, config.rotary_fraction)
+        keys["rotary_fraction"] = elements / max(config.head_dim, 1)
     if config.num_experts == 0:
         dropped |= {*EXPERT_KEYS}
     if config.softmax_after_topk:

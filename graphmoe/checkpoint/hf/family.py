@@ -12,12 +12,14 @@ from graphmoe.config.schema import ModelConfig
 
 
 class Form(NamedTuple):
-    """Storage that differs from ours: functions of tensors of any number of blocks along dimension 0."""
+    """Storage that differs from ours: functions of tensors of any number of rows, or experts."""
 
     to_ours: Callable[[Tensor], Tensor]
     to_theirs: Callable[[Tensor], Tensor]
+    # rows are experts, or of heads, read a block at a time, which bounds the memory
+    of_experts: bool = True
+    # rows that are converted together: those of a head
     block: int = 1
-    """Size of a block: 1 if dimension 0 is the experts, the rows of a head."""
 
 
 class Multimodal(NamedTuple):
@@ -85,6 +87,10 @@ class Family:
     attention_bias: tuple[bool, ...] = (False,)
     # parts of tensor names that differ from those of `pieces`, and what the family has instead
     renames: tuple[tuple[str, str], ...] = ()
+    # tensors of the attention of a layer with a state, given prefixes of their and our names
+    linear_attention: Callable[[ModelConfig, str, str], Iterable[Piece]] | None = None
+    # norms are stored as their difference from 1, but those of `linear_attention`
+    centred_norms: bool = False
     # a multi-token-prediction layer repeats embedding and head
     mtp_copies: bool = True
     # transformers requires hidden_size to be a multiple of num_attention_heads

@@ -24,7 +24,7 @@ from graphmoe.checkpoint.hf.tensor_files import (
     DTYPES,
     FP8,
     FP8_NAME,
-    QUANTIZATION,
+    QUANTIZATIONS,
     SCALE,
     WHOLE,
     Index,
@@ -38,7 +38,8 @@ from graphmoe.config.untrusted import read_json
 from graphmoe.model.transformer import Transformer
 
 STEM = "model"
-NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# rotary tables, and Qwen3-Next's layer of multi-token prediction, which transformers does not read either
+NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^mtp\.")
 # Tensors that a folder may repeat; never fp8
 SHARED = ("embed.weight", "loss_head.head.weight")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -54,8 +55,8 @@ class OpenFolder:
     shapes: dict[str, torch.Size]
     pieces: list[Piece]
     token_ids: dict[str, Any]
-    # config.json declares fp8 weights with block scales
-    block_scales: bool = False
+    # config.json declares weights in fp8 with block scales, or in MXFP4
+    is_quantized: bool = False
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of weights in no format of 4 or 8 bits, and without selection biases (fp32)."""
@@ -78,9 +79,12 @@ class OpenFolder:
         if piece.form is None:
             part.copy_(self._read(piece, index))
             return
+        if not piece.form.of_experts:
+            part.copy_(piece.form.to_ours(self._read(piece, index[:1]))[(..., *index[1:])])
+            return
         assert isinstance(index[0], slice)
         rows, size = range(self.shapes[piece.ours][0])[index[0]], piece.form.block
-        for start in range(rows.start // size * size, rows.stop, size):  # a block at a time bounds the memory
+        for start in range(rows.start // size * size, rows.stop, size):
             block = piece.form.to_ours(self.files.read(piece.theirs, (slice(start, start + size),)))
             own = range(max(start, rows.start), min(start + size, rows.stop))
             found = block[(slice(own.start - start, own.stop - start), *index[1:])]
@@ -112,7 +116,7 @@ class OpenFolder:
 
     def check(self) -> None:
         """Raise ConfigError with the first ten tensors that are missing, extra, not float or mis-shaped."""
-        problems = self._fp8() or self._differences()
+        problems = self._undeclared() or self._differences()
         if problems:
             head = f"{self.files.folder} does not fit the model in {number_of(len(problems), 'tensor')}:"
             raise ConfigError(f"{head}\n  {shortened(problems)}")
@@ -121,12 +125,16 @@ class OpenFolder:
         assert {piece.ours for piece in self.pieces} == self.shapes.keys()
         headers, problems = self.files.headers, []
         ours = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
+        known = {piece.theirs for piece in self.pieces}
         for piece in self.pieces:
             wanted = tuple(piece.theirs_of(ours[piece.ours][piece.index]).shape)
             wanted = (piece.num_rows or wanted[0], *wanted[1:])
             header = headers.get(piece.theirs)
             if header is None:
-                if piece.repeats is None:
+                if piece.form and (wrong := self.files.wrong_pack(piece.theirs, wanted)):
+                    problems.append(wrong)
+                    known |= {piece.theirs + each for each in (mxfp4.BLOCKS, mxfp4.SCALES)}
+                elif piece.repeats is None:
                     problems.append(f"missing: {piece.theirs} {list(wanted)}")
             elif header.shape != wanted:
                 problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
@@ -136,7 +144,6 @@ class OpenFolder:
                 problems.append(f"wrong dtype: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
             elif piece.repeats in headers and not self._equal(piece.theirs, piece.repeats):
                 problems.append(f"different: {piece.theirs} must equal {piece.repeats}: the model ties them")
-        known = {piece.theirs for piece in self.pieces}
         known |= {name + SCALE for name in known & headers.keys() if headers[name].dtype.startswith("F8")}
         for name, header in headers.items():
             if name not in known and not NO_WEIGHTS.search(name) and 0 not in header.shape:
@@ -147,16 +154,20 @@ class OpenFolder:
         is_float = all(self.files.headers[name].dtype in DTYPES for name in names)
         return not is_float or torch.equal(*map(self.files.read, names))
 
-    def _fp8(self) -> list[str]:
-        if self.block_scales:
+    def _undeclared(self) -> list[str]:
+        if self.is_quantized:
             return []
         of_type = {name: header.dtype for name, header in self.files.headers.items()}
         quantized = [n for n, kind in of_type.items() if kind.startswith("F8") or n.endswith("_scale_inv")]
-        if not quantized:
-            return []
+        packed = [name for name, kind in of_type.items() if kind == mxfp4.NAME]
         return [
-            f"{len(quantized)} are fp8 weights or their scales, {quantized[0]} for one; they are read where "
-            f"config.json has quantization_config={json.dumps(QUANTIZATION)}"
+            f"{len(names)} are {what}, {names[0]} for one; they are read if config.json has "
+            f"quantization_config={json.dumps(wanted)}"
+            for names, what, wanted in (
+                (quantized, "fp8 weights or their scales", QUANTIZATIONS["fp8"]),
+                (packed, "MXFP4 weights", QUANTIZATIONS["mxfp4"]),
+            )
+            if names
         ]
 
 
@@ -178,7 +189,7 @@ def open_hf(folder: Path) -> OpenFolder:
     files.require_parts(config, str(folder / "config.json"), *([] if fused else ["num_experts"]))
     if not any(name.startswith(f"model.layers.{config.num_layers}.") for name in files.headers):
         config = replace(config, mtp_depth=0)  # transformers writes the depth without the layer
-    ids, block_scales = {key: raw.get(key) for key in TOKEN_IDS}, bool(raw.get("quantization_config"))
+    ids, is_quantized = {key: raw.get(key) for key in TOKEN_IDS}, bool(raw.get("quantization_config"))
     layout = pieces(family, config, fused=fused)
     if (whole := family.multimodal) and any(name.startswith(whole.prefix) for name in files.headers):
         layout = [
@@ -186,7 +197,7 @@ def open_hf(folder: Path) -> OpenFolder:
             for p in layout
         ]
         files.headers = {n: header for n, header in files.headers.items() if not n.startswith(whole.others)}
-    return OpenFolder(config, files, shapes_of(config), layout, ids, block_scales)
+    return OpenFolder(config, files, shapes_of(config), layout, ids, is_quantized)
 
 
 def entries_of(
@@ -227,7 +238,7 @@ def write_hf(
     ids = {key: (token_ids or {}).get(key) for key in TOKEN_IDS}
     document = raw | ids | {"torch_dtype": str(common).removeprefix("torch.")}
     if any(entry.dtype == FP8 for entry in planned):
-        document["quantization_config"] = QUANTIZATION
+        document["quantization_config"] = QUANTIZATIONS["fp8"]
     written = write_shards(folder, STEM, planned, max_bytes, on_bytes)
     path = folder / "config.json"
     path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")

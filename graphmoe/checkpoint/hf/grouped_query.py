@@ -3,7 +3,7 @@
 from typing import Any
 
 from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
-from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
+from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
@@ -78,42 +78,4 @@ def write_moe(config: ModelConfig) -> dict[str, Any]:
         "output_router_logits": False,
         "router_aux_loss_coef": float(f"{config.aux_loss_coef * config.num_layers / config.top_k:.12g}"),
         "sliding_window": None,
-    }
-
-
-SIGMOID_SIZES = {
-    "first_k_dense_replace": "num_dense_layers",
-    "intermediate_size": "dense_ffn_size",
-    "moe_intermediate_size": "expert_ffn_size",
-    "num_experts_per_tok": "top_k",
-    "n_group": "num_groups",
-    "topk_group": "topk_groups",
-}
-"""Required keys of families with DeepSeek-V3's router, and their ModelConfig fields."""
-
-
-def read_sigmoid_moe(keys: Keys, *experts: str, shared: str) -> dict[str, Any]:
-    """Return ModelConfig fields of DeepSeek-V3's router and of experts, by the keys of their numbers."""
-    if (count := keys.int(*experts)) < 1:
-        keys.refuse(experts[0], count, "1 or more")
-    sizes: dict[str, Any] = {field: keys.int(key) for key, field in SIGMOID_SIZES.items()}
-    return sizes | {
-        "num_experts": count,
-        "shared_ffn_size": sizes["expert_ffn_size"] * keys.int(shared, default=1),
-        "score_function": ScoreFunction.sigmoid,
-        "group_score": GroupScore.top2_sum,
-        "selection_bias": True,
-        "renormalise": keys.bool("norm_topk_prob", True),
-        "routed_scale": keys.float("routed_scaling_factor", 1.0),
-        "aux_loss": AuxLoss.none,
-        "mtp_depth": keys.int("num_nextn_predict_layers", "num_mtp_layers", default=0),
-    }
-
-
-def write_sigmoid_moe(config: ModelConfig, *, shared: str) -> dict[str, Any]:
-    return {key: getattr(config, field) for key, field in SIGMOID_SIZES.items()} | {
-        shared: config.shared_ffn_size // config.expert_ffn_size,
-        "norm_topk_prob": config.renormalise,
-        "routed_scaling_factor": config.routed_scale,
-        "num_nextn_predict_layers": config.mtp_depth,
     }

@@ -4,12 +4,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from graphmoe.checkpoint.hf.family import Family, Piece
+from graphmoe.checkpoint.hf.family import Family, Form, Piece
 from graphmoe.config.schema import AttentionBias, ModelConfig
-from graphmoe.plan.attention import attention_facts
+from graphmoe.ops import accumulator
+from graphmoe.plan.attention import attention_facts, model_of_layer
 from graphmoe.plan.experts import is_moe
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# added in fp32: around 0 bf16 has more bits than around 1
+CENTRED = Form(lambda w: w.to(accumulator(w)) + 1, lambda w: w - 1, of_experts=False)
 FUSED = ".experts.gate_up_proj"
 """Suffix of a tensor's name in folders of transformers 5, which store a layer's experts as one tensor."""
 
@@ -24,10 +27,17 @@ def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[
         _head(config),
     ]
     for i in range(config.num_layers):
-        found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=not is_moe(config, i))
+        own, dense = model_of_layer(config, i), not is_moe(config, i)
+        found += _layer(family, own, f"model.layers.{i}", f"layers.{i}", dense=dense)
     for k in range(config.mtp_depth):
         found += _mtp(family, config, f"model.layers.{config.num_layers + k}", f"mtp.{k}")
+    if family.centred_norms:
+        found = [replace(piece, form=CENTRED) if _is_norm(piece.ours) else piece for piece in found]
     return [_renamed(piece, family) for piece in found] if family.renames else found
+
+
+def _is_norm(ours: str) -> bool:
+    return ours.endswith("norm.weight") and not ours.endswith(".out_norm.weight")
 
 
 def _renamed(piece: Piece, family: Family) -> Piece:
@@ -58,15 +68,12 @@ def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterato
 
 
 def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
-    forms = family.row_forms(config)
-    for their_name, our_names in family.attention_names(config).items():
-        stored = _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
-        yield from (replace(piece, form=forms.get(our_names)) for piece in stored)
-    for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
-        yield Piece(f"{theirs}.self_attn.{name}_proj.bias", f"{ours}.attn.biases.{name}")
-    if config.attention_sinks:
-        yield Piece(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks_H")
     yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
+    if attention_facts(config).recurrence:
+        assert family.linear_attention is not None
+        yield from family.linear_attention(config, theirs, f"{ours}.attn")
+    else:
+        yield from _attention(family, config, theirs, ours)
     block = f"{theirs}.{family.moe}"
     their_norm = f"{theirs}.post_attention_layernorm.weight"
     if dense:
@@ -81,7 +88,20 @@ def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense
         yield Piece(f"{block}.{family.router}.e_score_correction_bias", f"{ours}.moe_router.selection_bias")
     if config.shared_ffn_size:
         yield from _swiglu(f"{block}.shared_experts", f"{ours}.shared_experts", config.shared_ffn_size)
+    if config.shared_gate:
+        yield Piece(f"{block}.shared_expert_gate.weight", f"{ours}.shared_experts.gate.weight")
     yield from _experts(family, config, block, f"{ours}.moe_experts")
+
+
+def _attention(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
+    forms = family.row_forms(config)
+    for their_name, our_names in family.attention_names(config).items():
+        stored = _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
+        yield from (replace(piece, form=forms.get(our_names)) for piece in stored)
+    for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
+        yield Piece(f"{theirs}.self_attn.{name}_proj.bias", f"{ours}.attn.biases.{name}")
+    if config.attention_sinks:
+        yield Piece(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks_H")
 
 
 def _stacked(config: ModelConfig, theirs: str, ours: str, names: Sequence[str]) -> Iterator[Piece]:

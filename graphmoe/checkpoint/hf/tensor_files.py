@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,15 @@ FP8, FP8_NAME = torch.float8_e4m3fn, "F8_E4M3"
 SCALE = "_scale_inv"
 # Weights written in fp8; embedding, norms, router, head and eh_proj are published without
 PRODUCTS = re.compile(r"\.(?!eh_)(\w+_proj(_with_mqa)?|w[123]|query_key_value|dense)\.weight$")
-# quantization_config of config.json
-QUANTIZATION: dict[str, Any] = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [BLOCK, BLOCK],
+# supported quantization_config of config.json, by quant_method
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
+    "mxfp4": {"quant_method": "mxfp4"},
 }
 
 
@@ -99,13 +102,23 @@ class TensorFiles:
         if header.dtype == mxfp4.NAME:
             stored = zip(self._packed[name], (mxfp4.BLOCKS, mxfp4.SCALES), strict=True)
             parts = [self._open[h.file].get_slice(name + suffix)[index[:1]] for h, suffix in stored]
-            return mxfp4.dequantised(f"{name} in {header.file}", *parts)[(slice(None), *index[1:])]
+            return mxfp4.unpacked(f"{name} in {header.file}", *parts)[(slice(None), *index[1:])]
         part = self._open[header.file].get_slice(name)[index]
         if header.dtype != FP8_NAME:
             return part
         slices = [each for each in (*index, *WHOLE) if isinstance(each, slice)]
         rows, columns = (range(size)[each] for size, each in zip(header.shape, slices, strict=False))
         return dequantised(part, self.read(name + SCALE), rows, columns)
+
+    def wrong_pack(self, name: str, shape: Sequence[int]) -> str | None:
+        """Return an error line if there are blocks or scales that do not store a tensor [E, in, out]."""
+        parts = {part: self.headers.get(part) for part in (name + mxfp4.BLOCKS, name + mxfp4.SCALES)}
+        if len(shape) != 3 or not any(parts.values()):
+            return None
+        stored = ((part, f"{h.dtype} {list(h.shape)}" if h else "missing") for part, h in parts.items())
+        found = " and ".join(f"{part} is {what}" for part, what in stored)
+        needed = " and ".join(f"U8 {each}" for each in mxfp4.stored_shapes(shape))
+        return f"{found}; {mxfp4.NAME} needs {needed}"
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
         """Return the narrowest dtype that holds all these tensors exactly; none may be fp8."""

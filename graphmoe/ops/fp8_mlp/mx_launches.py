@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
-from graphmoe.ops.fp8_mlp.reference import PLAIN, Activation, Known, MlpSteps
+from graphmoe.ops.fp8_mlp.reference import Activation, Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, fp8_config, kind_of, units_of
@@ -110,7 +110,7 @@ def _product(
 
 
 def _by_tiles(
-    name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, threads: int, act: Activation = PLAIN
+    name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, threads: int, act: Activation
 ) -> None:
     from graphmoe.ops.fp8_mlp import mx_kernels
     from graphmoe.ops.swiglu_kernels import block_of_ends

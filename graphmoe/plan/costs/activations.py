@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.plan.attention import Latents, norms_heads
+from graphmoe.plan.attention import Latents, is_linear, norms_heads
 from graphmoe.plan.costs.rates import ROWWISE, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import is_moe
@@ -43,7 +43,10 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
         found[RECEIVED] = Counter({RECEIVED: _carried(sizes, pieces)})
     like: dict[tuple[bool, ...], Bytes] = {}
     for i in pieces.layers:
-        key = is_moe(model, i), norms_heads(model, i), i in recompute.layers, i in sizes.fp8_skips
+        key = (
+            *(is_moe(model, i), norms_heads(model, i), is_linear(model, i)),
+            *(i in recompute.layers, i in sizes.fp8_skips),
+        )
         if key not in like:
             like[key] = layer_activations(sizes, recompute, i)
         found[f"layer {i}"] = like[key].copy()
@@ -127,8 +130,17 @@ def _attn(sizes: Sizes, next_segment: str, normed: bool) -> Iterator[Kept]:
         yield from _read(sizes, "attn", tokens, d, made, "layernorm")
     else:
         yield from _read(sizes, "attn", sizes.gathered, d, [each.columns / tp for each in of_input])
-    yield from _latent_heads(sizes, latents) if latents else _heads(sizes, normed)
+    if sizes.attention.recurrence:
+        yield from _results_of_states(sizes)
+    else:
+        yield from _latent_heads(sizes, latents) if latents else _heads(sizes, normed)
     yield Kept("attn", sizes.state, (next_segment,))
+
+
+def _results_of_states(sizes: Sizes) -> Iterator[Kept]:
+    width = sizes.attention.weights[-1].rows // sizes.layout.tp
+    yield Kept("attn", sizes.element_bytes * sizes.gathered * width, part="core_attn")
+    yield from _read(sizes, "attn", sizes.gathered, width, [sizes.model.hidden_size])
 
 
 def _heads(sizes: Sizes, normed: bool) -> Iterator[Kept]:

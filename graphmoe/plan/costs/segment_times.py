@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphmoe.config.schema import ComputeDtype, ModelConfig, RunConfig
+from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, layer_activations
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import (
@@ -70,8 +71,10 @@ def times_of_layers(
     sizes: Sizes, speeds: Speeds, recompute: Recompute, indices: Sequence[int]
 ) -> list[list[SegmentTime]]:
     """Return the times of several layers' segments; equal layers share one list."""
-    firsts = dict[tuple[bool, ...], int]()
-    kinds = [(is_moe(sizes.model, i), i in recompute.layers, i in sizes.fp8_skips) for i in indices]
+    model, firsts = sizes.model, dict[tuple[bool, ...], int]()
+    kinds = [
+        (is_moe(model, i), i in recompute.layers, i in sizes.fp8_skips, is_linear(model, i)) for i in indices
+    ]
     alike = [firsts.setdefault(kind, index) for kind, index in zip(kinds, indices, strict=True)]
     return [_times_of_layer(sizes, speeds, recompute, index) for index in alike]
 

@@ -19,7 +19,7 @@ from graphmoe.config.schema import (
     RunConfig,
     Transport,
 )
-from graphmoe.plan.attention import AttentionFacts, attention_facts
+from graphmoe.plan.attention import AttentionFacts, attention_facts, is_hybrid, is_linear, model_of_layer
 from graphmoe.plan.experts import (
     Load,
     arrivals_of,
@@ -124,7 +124,18 @@ class Sizes:
         return self.expert_elements * (1 if "experts" in self.fp8 else self.element_bytes)
 
     def of_layer(self, index: int) -> Sizes:
-        return self.plain if index in self.fp8_skips else self
+        sizes = self.plain if index in self.fp8_skips else self
+        if not is_hybrid(self.model):
+            return sizes
+        return sizes.of_linear if is_linear(self.model, index) else sizes.of_full
+
+    @functools.cached_property
+    def of_linear(self) -> Sizes:
+        return replace(self, model=model_of_layer(self.model, 0))
+
+    @functools.cached_property
+    def of_full(self) -> Sizes:
+        return replace(self, model=model_of_layer(self.model, self.model.num_layers))
 
     @functools.cached_property
     def attention(self) -> AttentionFacts:
@@ -188,6 +199,11 @@ def refuse_unknown(config: RunConfig) -> None:
         problems.append(
             f"the facts of model.attention={config.model.attention} do not say what its backward saves; "
             f"give them kept, or use model.attention={' or '.join(ATTENTIONS.names)}"
+        )
+    if is_hybrid(config.model):
+        problems.append(
+            f"rates of model.linear_attention={config.model.linear_attention.value} are not measured; use "
+            f"model.linear_attention=none"
         )
     if config.model.layer not in LAYERS.names:
         problems.append(f"model.layer={config.model.layer} saves unknown activations; use {LAYERS.names[0]}")

@@ -18,7 +18,7 @@ from graphmoe.config.schema import (
     ScoreFunction,
 )
 from graphmoe.config.untrusted import FileError
-from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.attention import attention_facts, is_hybrid
 from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,
@@ -61,6 +61,11 @@ def model_rules(config: RunConfig) -> Iterator[str]:
             f"{model.num_layers} after model.num_dense_layers={model.num_dense_layers}; use a smaller one"
         )
     yield from attention_facts(model).problems
+    if is_hybrid(model) and model.attention != "gqa":
+        yield (
+            f"model.linear_attention={model.linear_attention.value} applies to model.attention=gqa only; use "
+            f"linear_attention=none"
+        )
     if model.rope_scaling is RopeScaling.yarn:
         if not 1 <= model.yarn_factor < math.inf:
             yield f"model.yarn_factor={model.yarn_factor} must be 1 or greater"
@@ -103,8 +108,8 @@ def router_rules(config: RunConfig) -> Iterator[str]:
             f"model.layer={model.layer} may not send the scaled input of model.input_scaling=true; use "
             f"model.layer={LAYERS.names[0]}, or input_scaling=false"
         )
-    if groups < 1 or model.topk_groups < 1:
-        return
+    if min(groups, model.topk_groups, model.top_k) < 1:
+        return  # other rules refuse these
     if experts % groups:
         yield (
             f"model.num_groups={groups} does not divide model.num_experts={experts}; "

@@ -14,7 +14,7 @@ from graphmoe.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from graphmoe.plan.attention import MAX_MASKED_HEAD, attention_facts
+from graphmoe.plan.attention import MAX_MASKED_HEAD, attention_facts, is_hybrid
 from graphmoe.plan.experts import has_experts, num_dense
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import schedule_of
@@ -99,6 +99,11 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
                 f"{kind} have no {axis} in axes; use parallel.{axis}=1, or model.attention="
                 f"{' or '.join(ATTENTIONS.names)}"
             )
+    if parallel.cp > 1 and is_hybrid(config.model):
+        yield (
+            f"parallel.cp={parallel.cp} splits sequences, and layers with model.linear_attention="
+            f"{config.model.linear_attention.value} read all positions in order; use parallel.cp=1"
+        )
     if config.data.document_mask and (largest := max(facts.head, facts.value)) > MAX_MASKED_HEAD:
         yield (
             f"data.document_mask=true has kernels for heads up to {MAX_MASKED_HEAD}, and those of the model "
@@ -240,6 +245,9 @@ def _heads(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
 
 def _shared(model: ModelConfig, seq_len: int) -> Iterator[tuple[str, int, str]]:
     yield from _heads(model)
+    if is_hybrid(model):
+        yield "model.linear_key_heads", model.linear_key_heads, "key heads"
+        yield "model.linear_value_heads", model.linear_value_heads, "value heads"
     if num_dense(model):
         yield "model.dense_ffn_size", model.dense_ffn_size, "width of the dense MLP"
     if has_experts(model):

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, MoEConfig, RopeScaling, RunConfig
-from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others, masks_of_layers
+from graphmoe.plan.attention import (
+    DELTA_NET_KEYS,
+    is_hybrid,
+    keys_of_other_scalings,
+    keys_of_others,
+    masks_of_layers,
+)
 from graphmoe.plan.experts import EXPERT_KEYS
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.auto import OVERLAP, value_of
@@ -108,7 +114,10 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
 
 def _of_model(config: RunConfig) -> Iterator[_Unused]:
     model = config.model
-    yield _Unused("model", sorted(keys_of_others(model)), f"with model.attention={model.attention}")
+    others = sorted(keys_of_others(model) - {*DELTA_NET_KEYS})
+    yield _Unused("model", others, f"with model.attention={model.attention}")
+    if not is_hybrid(model):
+        yield _Unused("model", DELTA_NET_KEYS, "with model.linear_attention=none")
     scalings = sorted(keys_of_other_scalings(model))
     yield _Unused("model", scalings, f"with model.rope_scaling={model.rope_scaling.value}")
     if not model.num_experts:

@@ -27,6 +27,10 @@ GQA = (
     "model.attention=gqa", "model.num_kv_heads=2", "model.head_dim=32", "model.num_dense_layers=0",
     "model.num_layers=1",
 )  # fmt: skip
+HYBRID = (
+    *GQA[:-2], "model.linear_attention=delta_net", "model.full_every=2", "model.linear_key_heads=2",
+    "model.linear_value_heads=4", "model.linear_key_head_dim=32", "model.linear_value_head_dim=32",
+)  # fmt: skip
 LATENT = ("model.q_lora_rank=40", "model.score_function=sigmoid", "model.renormalise=true")
 TWO, FP8 = "launch.fake_world=2", "precision.fp8=rowwise"
 SYMM = (TWO, "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none")
@@ -73,6 +77,9 @@ CASES: dict[str, Sequence[str]] = {
     "8 bits, tp": (FP8, TWO, "parallel.tp=2"), "8 bits, a ring": (FP8, *RING), "8 bits, ep": (FP8, *SYMM),
     "8 bits, ep, every layer again": (FP8, *SYMM, "recompute.all=true"),
 }  # fmt: skip
+CASES["a state, a window of all keys"] = HYBRID
+CASES["a state, in 8 bits"] = (FP8, *HYBRID)
+CASES["a state, tp"] = (*HYBRID, TWO, "parallel.tp=2")
 TOLERANCE = 0.05
 """Relative tolerance of a segment's bytes: projections leave out scalars and sums over sequences."""
 TRAVELS = ("", "moe_dispatch", "moe_experts", "moe_combine")

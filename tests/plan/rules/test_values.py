@@ -50,6 +50,24 @@ def test_a_value_out_of_its_range_is_named_with_the_range():
         assert f"optim.lr={bad} must be finite and greater than 0" in said_of("optim.lr", bad)
 
 
+@pytest.mark.parametrize("fraction", [math.nan, math.inf, -0.5, 1.5, 1e299])
+def test_a_rotary_fraction_out_of_range_is_named(fraction):
+    model = {"attention": "gqa", "rotary_fraction": fraction, "head_dim": 2**31 - 2}
+    first, *_ = violations(changed(model=model))
+    assert first.startswith(f"model.rotary_fraction={fraction} must be ") and "between 0 and 1" in first
+
+
+def test_numbers_below_1_that_others_must_divide_are_named():
+    for model, line in (
+        (
+            {"attention": "gqa", "num_heads": -1, "num_kv_heads": 2},
+            "model.num_heads=-1 must be greater than 0",
+        ),
+        ({"top_k": -1, "num_groups": 4, "topk_groups": 2}, "model.top_k=-1 must be greater than 0"),
+    ):
+        assert violations(changed(model=model))[0] == line
+
+
 def test_a_number_that_fp32_cannot_hold_is_refused():
     held = [f for f in FIELDS if FP32 in f.marks]
     cases = [(f, bad, why) for f in held for bad, why in ((1e-46, "too small"), (1e300, "infinite"))]

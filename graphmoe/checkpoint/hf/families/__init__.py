@@ -13,28 +13,32 @@ from graphmoe.checkpoint.hf.families import (
     llama4,
     minimax_m2,
     mixtral,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
-from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION
+from graphmoe.checkpoint.hf.tensor_files import QUANTIZATIONS
 from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.plan.attention import rotary_elements
 from graphmoe.plan.rules.model import model_problems
 
 FAMILIES = (
     deepseek.V2, deepseek.V3,
     llama.LLAMA, llama.QWEN3,
     qwen3_moe.QWEN3_MOE,
+    qwen3_next.QWEN3_NEXT, qwen3_5_moe.QWEN3_5_MOE,
     mixtral.MIXTRAL,
     bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
     minimax_m2.MINIMAX_M2,
     gpt_oss.GPT_OSS, llama4.LLAMA4,
 )  # fmt: skip
-"""Families in the order in which a model to write tries them; each has its own file here."""
+"""Families in the order in which a model to write tries them, after ``model.hf_family``."""
 
 
-ALSO = {"fmt": "float8_e4m3fn"}  # MiniMax-M2's word
+ALSO_READ = {"fmt": "float8_e4m3fn"}  # another spelling of the same format
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
@@ -52,10 +56,18 @@ def family_of(raw: dict[str, Any], where: str) -> Family:
     raise ConfigError(f"{where}: model_type={wanted}, architectures={architectures}; supported: {supported}")
 
 
+def require_family(name: str) -> None:
+    """Raise ConfigError if a value of ``model.hf_family`` is no family."""
+    names = [family.name for family in FAMILIES]
+    if name and name not in names:
+        raise ConfigError(f"model.hf_family={name} is none of {', '.join(names)}")
+
+
 def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family, ModelConfig]:
     """Return family and ModelConfig of a config.json. *Raises* ConfigError listing every problem."""
     family = family_of(raw, where)
     config, problems = _read(family, raw, name)
+    config.hf_family = family.name
     if problems:
         lines = [f"{where} cannot be represented:", *problems]
         raise ConfigError("\n  ".join(lines))
@@ -65,14 +77,15 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
 def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """Return the family that can express the model, and its config.json without dtype and token ids.
 
-    *Raises* ConfigError naming the keys that the nearest family cannot express.
+    *Raises* ConfigError naming the keys that the nearest family cannot express, or an unknown ``hf_family``.
     """
+    require_family(config.hf_family)
     if config.layer not in LAYERS.names:
         raise ConfigError(
             f"no known Hugging Face family has model.layer={config.layer}; use {' or '.join(LAYERS.names)}"
         )
     attempts = []
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda each: each.name != config.hf_family):
         if family.attention == config.attention:
             raw = _common_keys(family, config) | family.write(config)
             lost = _lost(config, family, raw)
@@ -104,7 +117,18 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
     )
     if keys.problems:
         return config, [*dict.fromkeys(keys.problems)]  # a key may be read twice
-    return config, model_problems(config)
+    return config, model_problems(config) or _rounded_down(config)
+
+
+def _rounded_down(config: ModelConfig) -> list[str]:
+    fraction, head = config.rotary_fraction, config.head_dim
+    ours, theirs = rotary_elements(head, fraction), int(head * fraction)  # as transformers does
+    if config.attention != "gqa" or ours == theirs:
+        return []
+    return [
+        f"model.rotary_fraction={fraction} of model.head_dim={head} is {theirs} elements for transformers, "
+        f"which rounds down; use a fraction that it takes as {ours}, or another head_dim"
+    ]
 
 
 def _check_quantization(family: Family, keys: Keys) -> None:
@@ -112,18 +136,16 @@ def _check_quantization(family: Family, keys: Keys) -> None:
     found = keys.raw.get("quantization_config")
     if not found:
         return
+    wanted = QUANTIZATIONS[family.quantization]
     if not isinstance(found, dict):
-        keys.refuse("quantization_config", found, json.dumps(QUANTIZATION))
-    elif family.quantization != "fp8":
-        if (given := found.get("quant_method")) != family.quantization:
-            keys.refuse("quantization_config.quant_method", given, json.dumps(family.quantization))
-    else:
-        for name, value in QUANTIZATION.items():
-            given = found.get(name, None if name == "quant_method" else value)
-            if given not in (value, ALSO.get(name, value)):
-                keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
-        if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
-            keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
+        keys.refuse("quantization_config", found, json.dumps(wanted))
+        return
+    for name, value in wanted.items():
+        given = found.get(name, None if name == "quant_method" else value)
+        if given not in (value, ALSO_READ.get(name, value)):
+            keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
+    if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
+        keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
 
 
 def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from typing import Any
 
+from graphmoe.checkpoint.hf.families.deepseek import read_sigmoid_moe, write_sigmoid_moe
 from graphmoe.checkpoint.hf.family import Family
-from graphmoe.checkpoint.hf.grouped_query import (
-    read_attention,
-    read_sigmoid_moe,
-    write_attention,
-    write_sigmoid_moe,
-)
+from graphmoe.checkpoint.hf.grouped_query import read_attention, write_attention
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.schema import ModelConfig
+from graphmoe.plan.attention import rotary_elements
 
 SHARED = "num_shared_experts"
 
@@ -26,21 +23,25 @@ def _read(keys: Keys) -> dict[str, Any]:
     keys.only("use_rmsnorm", True)
     keys.only("score_function", "sigmoid")
     keys.only("moe_router_enable_expert_bias", True)
+    keys.only("norm_topk_prob", True)
     fields = read_attention(keys, default_theta=6e5, default_fraction=1.0)
     moe = read_sigmoid_moe(keys, "num_experts", shared=SHARED)
     keys.only("moe_shared_expert_intermediate_size", moe["shared_ffn_size"])
-    keys.only("rotary_dim", round(fields.get("rotary_fraction", 1.0) * fields["head_dim"]))
-    return fields | moe | {"qk_norm": keys.bool("use_qk_norm", True)}
+    keys.only("rotary_dim", rotary_elements(fields["head_dim"], fields.get("rotary_fraction", 1.0)))
+    # the published gate normalizes the weights of several experts, and does not read norm_topk_prob
+    return fields | moe | {"qk_norm": keys.bool("use_qk_norm", True), "renormalise": moe["top_k"] > 1}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+    rotary = rotary_elements(config.head_dim, config.rotary_fraction)
     return {
         **write_attention(config),
         **write_sigmoid_moe(config, shared=SHARED),
         "num_experts": config.num_experts,
+        "norm_topk_prob": True,
         "use_qk_norm": config.qk_norm,
-        "partial_rotary_factor": config.rotary_fraction,
-        "rotary_dim": round(config.rotary_fraction * config.head_dim),
+        "partial_rotary_factor": rotary / config.head_dim,
+        "rotary_dim": rotary,
         "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "use_bias": False,

@@ -2,16 +2,12 @@
 
 from typing import Any
 
+from graphmoe.checkpoint.hf.families.deepseek import read_sigmoid_moe, write_sigmoid_moe
 from graphmoe.checkpoint.hf.family import Family
-from graphmoe.checkpoint.hf.grouped_query import (
-    attention_names,
-    read_attention,
-    read_sigmoid_moe,
-    write_attention,
-    write_sigmoid_moe,
-)
+from graphmoe.checkpoint.hf.grouped_query import attention_names, read_attention, write_attention
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.schema import AttentionBias, ModelConfig
+from graphmoe.plan.attention import rotary_elements
 
 SHARED = "n_shared_experts"
 
@@ -34,7 +30,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "n_routed_experts": config.num_experts,
         "use_qk_norm": config.qk_norm,
         "attention_bias": config.attention_bias is not AttentionBias.none,
-        "partial_rotary_factor": config.rotary_fraction,
+        "partial_rotary_factor": rotary_elements(config.head_dim, config.rotary_fraction) / config.head_dim,
     }
 
 

@@ -3,6 +3,7 @@
 Experts are stored as one tensor, [in, out] for each expert, with gate and up in alternate columns.
 """
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,16 +47,19 @@ def _read(keys: Keys) -> dict[str, Any]:
 
 
 def _read_windows(keys: Keys) -> dict[str, int]:
-    layers = keys.int("num_hidden_layers")
-    kinds = keys.raw.get("layer_types")
-    if kinds is None:
-        kinds = [FULL if i % 2 else SLIDING for i in range(layers)]
-    every = kinds.index(FULL) + 1 if isinstance(kinds, list) and FULL in kinds else 0
-    if kinds != [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(layers)]:
-        keys.refuse("layer_types", kinds, f"{layers} of {SLIDING}, each n-th {FULL}")
+    layers, kinds = keys.int("num_hidden_layers"), keys.raw.get("layer_types")
+    every = 2 if layers > 1 else 0
+    if kinds is not None:
+        found = kinds if isinstance(kinds, list) else []
+        every = found.index(FULL) + 1 if FULL in found else 0
+        wanted = (FULL if every and (i + 1) % every == 0 else SLIDING for i in range(len(found)))
+        if len(found) != layers or any(map(operator.ne, found, wanted)):
+            keys.refuse("layer_types", kinds, f"{layers} of {SLIDING}, each n-th {FULL}")
     if every == 1:
         return {"window": 0, "full_every": 0}
     window = keys.int("sliding_window") if "sliding_window" in keys.raw else WINDOW
+    if window < 1:
+        keys.refuse("sliding_window", window, f"1 or more with {SLIDING} in layer_types")
     return {"window": window, "full_every": every}
 
 

@@ -6,6 +6,7 @@ from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.grouped_query import attention_names, read_attention, write_attention
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
+from graphmoe.plan.attention import rotary_elements
 
 
 def _read(keys: Keys) -> dict[str, Any]:
@@ -17,7 +18,9 @@ def _read(keys: Keys) -> dict[str, Any]:
     keys.only("qk_norm_type", "per_layer")
     keys.only("shared_intermediate_size", 0)
     keys.only("routed_scaling_factor", 1.0)
-    keys.only("attn_type_list", [1] * keys.int("num_hidden_layers"))  # 1: softmax attention in this layer
+    layers, kinds = keys.int("num_hidden_layers"), keys.raw.get("attn_type_list")
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers == kinds.count(1)):
+        keys.refuse("attn_type_list", kinds, f"{layers} of 1, which is softmax attention")
     width, head = keys.int("intermediate_size"), keys.int("head_dim", default=128)
     fraction = keys.int("rotary_dim", default=head) / max(head, 1)
     return read_attention(keys, default_theta=5e6, default_fraction=fraction) | {
@@ -39,7 +42,7 @@ def _read(keys: Keys) -> dict[str, Any]:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return write_attention(config) | {
-        "rotary_dim": round(config.rotary_fraction * config.head_dim),
+        "rotary_dim": rotary_elements(config.head_dim, config.rotary_fraction),
         "intermediate_size": config.expert_ffn_size,
         "num_local_experts": config.num_experts,
         "num_experts_per_tok": config.top_k,

@@ -1,0 +1,106 @@
+"""Commands of docs/models.md: a published folder of each family trains ten steps and is written back."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from graphmoe.checkpoint.hf.families import FAMILIES
+from graphmoe.data.tokenizer import train_bpe
+from graphmoe.model.sizes import count_parameters
+from graphmoe.pipeline_view.plans import load_preset
+from tests.parity.hf_models import CASES, assert_same_bits, random_model, reload, tensors_in
+from tests.parity.test_bailing import folder_of, raw_of, weights_of
+from tests.runs import ROOT, command, metrics, slow_but
+from tests.test_docs import words_of
+
+PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^### .*\n\n```bash\n([^`]*)```\n\n`model_type`: `(\w+)`", PAGE, re.MULTILINE)
+COMMANDS = {name: block.replace("\\\n", " ").splitlines() for block, name in BLOCKS}
+OF_FAMILY = {
+    "deepseek_v2": "v2_groups_q_lora_yarn",
+    "deepseek_v3": "v3_moonlight",
+    "llama": "llama_scaled_tied",
+    "qwen3": "qwen3_dense",
+    "qwen3_moe": "qwen3_renormalised",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_moe_text": "qwen3_5",
+    "mixtral": "mixtral_odd",
+    "gpt_oss": "gpt_oss",
+    "glm4_moe": "glm_air",
+    "bailing_moe_v2": "groups",
+    "minimax_m2": "minimax",
+    "llama4_text": "llama4_scout",
+}
+"""The case of each family; that of Ling is one of ``test_bailing``."""
+HERE = (
+    "run.device=cpu", "compile=none", "launch.nproc=1", "launch.nodes=1", "parallel.ep=1", "parallel.pp=1",
+    "data.seq_len=16", "train.global_batch_size=4", "train.val_batches=0", "log.report=false",
+)  # fmt: skip
+"""Words behind those of the page: a small run in one process."""
+VOCABULARY = 320
+OWN = {"_name_or_path", "eos_token_id", "rope_parameters"}
+"""Keys in which the configs differ: the run's data has another end token, and YaRN is written in full."""
+
+
+def write_published(folder, family):
+    if family == "bailing_moe_v2":
+        raw = raw_of(OF_FAMILY[family]) | {"vocab_size": VOCABULARY}
+        folder_of(folder, raw, weights_of(raw))
+        return
+    case = replace(CASES[OF_FAMILY[family]], vocab_size=VOCABULARY)
+    without = {"num_nextn_predict_layers": 0}  # which transformers does not write
+    random_model(replace(case, config=case.config | without)).save_pretrained(folder)
+
+
+def config_of(folder, family):
+    """The keys of config.json as transformers reads them, or as they are if it lacks the family."""
+    if family == "bailing_moe_v2":
+        return json.loads((folder / "config.json").read_text())
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return {key: config.to_dict()[key] for key in type(config)().to_dict()}
+
+
+def test_each_family_opens_with_two_commands():
+    assert [*COMMANDS] == [*dict.fromkeys(COMMANDS)] and {*COMMANDS} == {family.name for family in FAMILIES}
+    assert {*OF_FAMILY} == {*COMMANDS} and all(len(lines) == 2 for lines in COMMANDS.values())
+
+
+@pytest.mark.parametrize("family", slow_but([*OF_FAMILY], "gpt_oss"))
+def test_documented_commands_train_a_folder_and_write_it_back(tmp_path, family):
+    (train, words), (convert, back) = map(words_of, COMMANDS[family])
+    given = dict(word.split("=", 1) for word in words)
+    published, exported = tmp_path / given["model"], tmp_path / dict(w.split("=") for w in back)["to"]
+    write_published(published, family)
+    train_bpe(iter(["a text"]), 300, 1).save(str(published / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_bytes((published / "tokenizer.json").read_bytes())
+    (tmp_path / "corpus").mkdir()
+    rows = [json.dumps({"text": f"document {i} of a corpus. " * 20}) for i in range(100)]
+    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(rows))
+    for module, line in ((train, [*words, *HERE]), (convert, back)):
+        run = command(tmp_path, *line, module=module)
+        assert run.wait() == 0, run.err.read_text()
+    steps = [row["step"] for row in metrics(tmp_path / "outputs" / given["run.name"]) if "loss" in row]
+    assert steps == [*range(1, 11)]
+    before, after = tensors_in(published), tensors_in(exported)
+    assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
+    assert all(not before[n].equal(after[n]) for n in before if "_proj" in n or "query_key_value" in n)
+    ours, theirs = config_of(exported, family), config_of(published, family)
+    assert [key for key in theirs.keys() - OWN if ours.get(key) != theirs[key]] == []
+    if family != "bailing_moe_v2":
+        assert theirs["rope_parameters"].items() <= ours["rope_parameters"].items()
+        model, report = reload(exported)
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        model.save_pretrained(tmp_path / "again")
+        assert_same_bits(tensors_in(tmp_path / "again"), after)
+
+
+def test_counts_of_the_page_are_those_of_the_presets():
+    counts = re.findall(r"`(\w+)` has\s([\d.]+)B\sparameters(?:,\s([\d.]+)B\sactive)?", PAGE)
+    assert len(counts) == 22
+    for name, total, active in counts:
+        found = count_parameters(replace(load_preset(name), mtp_depth=0))
+        assert f"{found['total']['full'] / 1e9:.1f}" == total, name
+        assert f"{found['active']['full'] / 1e9:.1f}" == (active or total), name

@@ -20,6 +20,7 @@ from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.choices import compute_words
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.plan.experts import num_dense
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import Plan, plan_of
@@ -98,7 +99,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     forward = sum(by_part.values())
     flops = {"forward_components": by_part, "forward": forward, "backward": 2 * forward, "total": 3 * forward}
     document = {
-        "model": model.name, "num_layers": model.num_layers, "num_dense_layers": model.num_dense_layers,
+        "model": model.name, "num_layers": model.num_layers, "num_dense_layers": num_dense(model),
         "seq_len": plan.seq_len, "parameters": count_parameters(model), "flops_per_token": flops,
         "fp8": AUTO if FP8 in plan.config.run.auto else plan.precision.fp8.value,
         "num_ranks": layout.size("world"),

@@ -28,6 +28,7 @@ from graphmoe.ops.timing import time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import FP8
+from graphmoe.plan.experts import moe_layers, num_dense
 
 SMALL_KERNELS = 200  # one after the other, in one graph on a GPU, for the least time of a kernel
 KERNELS_OF_SEGMENT = 8  # small kernels in a segment's forward, which take that time at any size; assumed
@@ -274,8 +275,7 @@ def _host_times(device: torch.device, limit_s: float) -> tuple[float, float]:
 
 def num_segments(model: ModelConfig) -> int:
     of_moe = [name for name in MOE_SEGMENTS if model.shared_ffn_size or name != "shared_experts"]
-    dense = model.num_dense_layers
-    return 2 + dense * len(DENSE_SEGMENTS) + (model.num_layers + model.mtp_depth - dense) * len(of_moe)
+    return 2 + num_dense(model) * len(DENSE_SEGMENTS) + len(moe_layers(model)) * len(of_moe)
 
 
 def exchange_case(ranks: RankGroup, card: Card, repeats: int) -> Case:

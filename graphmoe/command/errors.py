@@ -144,9 +144,10 @@ ANSWERS = {
     "muon": "optim=muon updates matrices by Muon and the rest by AdamW; its keys are those of optim",
     "shampoo|soap|lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizers are optim=adamw "
     "and optim=muon; a rule of your own is optim.name=package.module:NAME",
-    r"llama4\w*|dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not there; those that "
+    r"llama_?4\w*": "model=llama4_scout and llama4_maverick are the text models of Llama 4",
+    r"dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not there; those that "
     "are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, Ling 2.0, MiniMax-M2, "
-    "gpt-oss and Llama 3",
+    "gpt-oss, Llama 3 and Llama 4",
     r"gpt_?oss\w*": "model=gpt_oss_20b, gpt_oss_120b and gpt_oss_20b_mlperf are there",
     r"glm\w*": "model=glm_4_5_air is there",
     r"ling\w*": "model=ling_mini_2 and ling_flash_2 are there",
@@ -174,6 +175,10 @@ ANSWERS = {
     r"\w*packing": "samples are always packed: documents end to end, cut at data.seq_len; "
     "data.document_mask=true keeps attention within a document",
     "capacity_factor|drop_tokens|token_drop": "no token is dropped; moe.receive_budget bounds memory",
+    r"no_?rope\w*|nope\w*|attention_chunk_size": "model.nope_every=4 leaves every fourth layer without "
+    "rotary embedding, model.attention_chunk=8192 limits the keys of the others, with model.attention=gqa",
+    r"\w*moe_layer_(?:freq|step)|decoder_sparse_step": "model.moe_every=2 gives every second layer experts; "
+    "model.num_dense_layers=1 makes leading layers dense",
     "sliding_window|window": "model.window=128 with model.attention=gqa; model.full_every=2 leaves "
     "every second layer whole",
     "ema": "there is no average of weights over steps",

@@ -55,6 +55,8 @@ class ModelConfig:
     """Dense and MoE layers, without multi-token-prediction layers, > 0."""
     num_dense_layers: CountOrZero = 1
     """Leading layers with a dense MLP, 0 to num_layers; num_layers with num_experts=0."""
+    moe_every: Count = 1
+    """Of the layers after num_dense_layers, each n-th of the model has experts, the others a dense MLP."""
     dense_ffn_size: Size = 704
     """Dense MLP's intermediate width, > 0."""
     attention: Annotated[str, ATTENTIONS] = "mla"
@@ -69,6 +71,8 @@ class ModelConfig:
     """gqa: head size, even, > 0."""
     qk_norm: bool = False
     """gqa: RMSNorm on query and key heads (Qwen3)."""
+    qk_norm_weight: bool = True
+    """gqa: qk_norm has trained weights; without, it norms only layers with rotary embedding (Llama 4)."""
     qk_norm_whole: bool = False
     """gqa: with qk_norm, one norm for all query heads and one for all key heads (MiniMax-M2)."""
     rotary_fraction: Annotated[float, SHARE] = 1.0
@@ -77,6 +81,15 @@ class ModelConfig:
     """gqa: keys that a query sees, itself included; 0: all before it."""
     full_every: CountOrZero = 0
     """gqa: every n-th layer sees all keys, without window or linear_attention; 0: none does."""
+    attention_chunk: CountOrZero = 0
+    """gqa: a query sees keys of its own chunk of so many positions (Llama 4); 0: all before it."""
+    nope_every: CountOrZero = 0
+    """gqa: every n-th layer has no rotary embedding, and sees all chunks (Llama 4); 0: none."""
+    attention_temperature_floor: CountOrZero = 0
+    """gqa: n of the factor 1 + scale * ln(1 + floor((position + 1) / n)) on queries of layers without rotary
+    embedding; 0: none."""
+    attention_temperature_scale: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
+    """gqa: scale of that factor, >= 0."""
     linear_attention: LinearAttention = LinearAttention.none
     """gqa: attention of layers that do not see all keys: none, or delta_net (gated delta rule)."""
     linear_key_heads: Size = 16
@@ -163,6 +176,8 @@ class ModelConfig:
     """Divide selected scores by their sum."""
     routed_scale: Annotated[float, POSITIVE, FP32] = 1.0
     """Factor on selected scores, > 0."""
+    input_scaling: bool = False
+    """Scores multiply the experts' input, not their output (Llama 4); needs top_k=1."""
     num_groups: Size = 1
     """Expert groups, a divisor of num_experts; 1: no limit."""
     topk_groups: Size = 1

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import AttentionBackend, AttentionBias, ModelConfig, RopeScaling
-from graphmoe.model.blocks import RMSNorm, column_parallel, cut_along_tp, row_parallel
+from graphmoe.model.blocks import (
+    RMSNorm,
+    column_parallel,
+    cut_along_tp,
+    own_positions,
+    row_parallel,
+    within_chunks,
+)
 from graphmoe.model.delta_net import GatedDeltaNet
 from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
@@ -58,10 +65,11 @@ class CoreAttention:
     cp: int
     ring: bool
     window: int = 0
+    chunk: int = 0
 
     @classmethod
     def from_config(cls, config: ModelConfig, layout: Layout, head_dim: int) -> CoreAttention:
-        how = config.attention_backend, layout.cp, layout.ring, config.window
+        how = config.attention_backend, layout.cp, layout.ring, config.window, config.attention_chunk
         return cls(attention_scale(config, head_dim), *how)
 
     @property
@@ -84,6 +92,9 @@ class CoreAttention:
             if sinks_H is not None and self.exchanging > 1:
                 own = sinks_H.unflatten(0, (self.exchanging, -1))
                 sinks_H = own.index_select(0, index_along("cp", own)[None])[0]
+            if 0 < self.chunk < q.shape[1]:
+                whole = q.new_zeros(q.shape[:2], dtype=torch.int32) if first_BS is None else first_BS
+                first_BS = within_chunks(whole, self.chunk)
             out = attention(
                 *(q, k, v), scale=self.scale, backend=backend, first_BS=first_BS, window=self.window,
                 sinks_H=sinks_H,
@@ -100,7 +111,13 @@ def in_documents(table_SP: Tensor, first_BS: Tensor | None) -> Tensor:
     """Return a rotary table whose positions restart at ``first_BS``, [B, S, P]; the table itself for None."""
     if first_BS is None:
         return table_SP
-    return table_SP[torch.arange(first_BS.shape[1], device=first_BS.device) - first_BS]
+    return table_SP[positions(first_BS.shape[1], first_BS, first_BS.device)]
+
+
+def positions(seq_len: int, first_BS: Tensor | None, device: torch.device) -> Tensor:
+    """Return positions that restart at ``first_BS``: int64 [S], or [B, S] with it."""
+    position_S = torch.arange(seq_len, device=device)
+    return position_S if first_BS is None else position_S - first_BS
 
 
 class LatentAttention(nn.Module):
@@ -190,7 +207,9 @@ class GroupedQueryAttention(nn.Module):
         self.tp, self.head_dim = tp, size
         self.attend = CoreAttention.from_config(config, layout, size)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.gated = config.attention_gate
+        self.gated, self.rotates = config.attention_gate, config.rotary_fraction > 0
+        self.temperature = config.attention_temperature_floor, config.attention_temperature_scale
+        self.ring = layout if layout.ring else ALONE
         self.q_proj = column_parallel(config.hidden_size, heads * size * (2 if self.gated else 1), tp)
         self.k_proj = column_parallel(config.hidden_size, groups * size, tp)
         self.v_proj = column_parallel(config.hidden_size, groups * size, tp)
@@ -220,8 +239,12 @@ class GroupedQueryAttention(nn.Module):
         v_BSGV = self._heads("v", self.v_proj(h_BSD))
         if self.attend.exchanging > 1:
             q_BSHR, k_BSGR, v_BSGV = self._whole_sequence(q_BSHR, k_BSGR, v_BSGV)
-        cos, sin = in_documents(cos_SP, first_BS), in_documents(sin_SP, first_BS)
-        q_BSHR, k_BSGR = rotate_halves(q_BSHR, cos, sin), rotate_halves(k_BSGR, cos, sin)
+        if self.rotates:
+            cos, sin = in_documents(cos_SP, first_BS), in_documents(sin_SP, first_BS)
+            q_BSHR, k_BSGR = rotate_halves(q_BSHR, cos, sin), rotate_halves(k_BSGR, cos, sin)
+        elif 0 < self.temperature[0] <= (seq_len := q_BSHR.shape[1] * self.ring.cp):  # below it a factor of 1
+            own = own_positions(positions(seq_len, first_BS, q_BSHR.device), self.ring, dim=0)
+            q_BSHR = (q_BSHR * temperature(own, *self.temperature)[..., None, None]).to(q_BSHR.dtype)
         out_BSHV = self.attend(q_BSHR, k_BSGR, v_BSGV, first_BS, self.sinks_H)
         if gate_BSHV is not None:
             out_BSHV = out_BSHV * torch.sigmoid(gate_BSHV)
@@ -262,8 +285,14 @@ class ProjectionNorm(RMSNorm):
 def _norm_of(heads: int, config: ModelConfig, tp: int) -> nn.Module:
     if not config.qk_norm:
         return nn.Identity()
-    whole = config.qk_norm_whole
-    return ProjectionNorm(heads, config, tp) if whole else RMSNorm(config.head_dim, config.norm_eps)
+    if config.qk_norm_whole:
+        return ProjectionNorm(heads, config, tp)
+    return RMSNorm(config.head_dim, config.norm_eps, elementwise_affine=config.qk_norm_weight)
+
+
+def temperature(position: Tensor, floor: int, scale: float) -> Tensor:
+    """Return the factor on queries at each position, fp32: Llama 4's (arXiv 2501.19399)."""
+    return 1.0 + scale * torch.log1p((position + 1) // floor)
 
 
 # attention modules; their facts are in `graphmoe.plan.attention.FACTS`

@@ -70,8 +70,17 @@ def document_starts(tokens_BS: Tensor, end_token: int) -> Tensor:
     return ((tokens_BS == end_token).roll(1, dims=1) * position_S).cummax(dim=1).values
 
 
-def attended_pairs(first_BS: Tensor, window: int = 0) -> Tensor:
+def within_chunks(first_BS: Tensor, chunk: int) -> Tensor:
+    """Return first keys that are at least the start of each position's chunk, int32 [B, S]."""
+    # chunks count from the start of the sequence, also within documents, as in transformers
+    position_S = torch.arange(first_BS.shape[1], dtype=torch.int32, device=first_BS.device)
+    return first_BS.maximum(position_S - position_S % chunk)
+
+
+def attended_pairs(first_BS: Tensor, window: int = 0, chunk: int = 0) -> Tensor:
     """Return the number of unmasked (query, key) pairs, int64 scalar. No device sync."""
+    if chunk:
+        first_BS = within_chunks(first_BS, chunk)
     keys_BS = torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device) - first_BS
     return (keys_BS.clamp_max(window) if window else keys_BS).sum()
 

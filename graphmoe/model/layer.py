@@ -124,6 +124,7 @@ class MoELayer(nn.Module):
         of_shared = config.hidden_size, config.shared_ffn_size, layout.tp
         self.shared_experts = SwiGLU(*of_shared, gated=config.shared_gate) if config.shared_ffn_size else None
         self.holds_all = layout.size("ep_etp") == 1
+        self.experts_read = "scaled" if config.input_scaling else "h"
         self._paths: dict[Dispatcher, tuple[DispatchSegment, CombineSegment] | BoundedPath] = {}
         self.use(dispatcher)
 
@@ -157,7 +158,8 @@ class MoELayer(nn.Module):
         piece = functools.partial(Segment, layer=index)
         read = ("x", "earlier") if self.moe_router.reads_earlier else ("x",)
         apart = ["counted"] if self.moe_router.counts_apart else []
-        routed = ("h", "weight", "experts", "loss", "stats", *apart)
+        scaled = [self.experts_read] if self.experts_read != "h" else []
+        routed = ("h", "weight", "experts", "loss", "stats", *apart, *scaled)
         pieces = [
             piece("attn", self.attn, self.attn_reads, ("x",)),
             piece("moe_router", self.moe_router, read, routed),
@@ -169,7 +171,7 @@ class MoELayer(nn.Module):
         return [
             *pieces,
             piece("moe_preprocess", self.moe_preprocess, ("experts",), PLAN),
-            piece("moe_dispatch", dispatch_local, ("h",), ("received",)),
+            piece("moe_dispatch", dispatch_local, (self.experts_read,), ("received",)),
             *self._shared(piece),
             piece("moe_experts", self.moe_experts, reads, ("routed",)),
             piece("moe_combine", combine, ("x", "routed", *self._shared_sum), ("x",)),
@@ -184,7 +186,8 @@ class MoELayer(nn.Module):
         dynamic = dispatcher.capacity is None
         preprocess = self.moe_replicas or self.moe_preprocess
         along = REPLICAS[1:] if self._brings_weights(dispatcher) else ()
-        reads = ("h", "weight", REPLICAS[0] if self.moe_replicas else "experts", *SEND_PLAN, *along)
+        experts = REPLICAS[0] if self.moe_replicas else "experts"
+        reads = (self.experts_read, "weight", experts, *SEND_PLAN, *along)
         again = along if self._brings_weights(dispatcher, again=True) else ()
         back = ("x", "routed", *SEND_PLAN, *dispatcher.handle, *again)
         on_the_way = functools.partial(piece, stream="comm", dynamic=dynamic)
@@ -203,7 +206,7 @@ class MoELayer(nn.Module):
         return not kept and getattr(dispatcher, "brings_weights", False)
 
     def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
-        reads = ("h", "weight", "experts", *SEND_PLAN)
+        reads = (self.experts_read, "weight", "experts", *SEND_PLAN)
         # the path recomputes what its backward needs; stream="comm" excludes it from other recomputation
         experts = piece("moe_experts", path, reads, ROUTED, stream="comm", dynamic=True, fused=path.fused)
         return [

@@ -69,6 +69,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
+        With ``input_scaling`` weights are 1, and the last tensor is h times the scores, the experts' input.
         If `counts_apart`, also the balance loss's counts int32 [E]. ``earlier_E``: of earlier micro-batches.
         """
         # a copy for each micro-batch: its backward may recompute the routing after later ones were counted
@@ -89,6 +90,10 @@ class Router(nn.Module):
             counts_BE = ops.count_per_sequence(counted_TK, len(x_BSD), self.config.num_experts)
             counted = [counts_BE.sum(dim=0).int()] if self.counts_apart else []
         loss, stats = self._losses(logits_TE, relative_TE, counts_BE, earlier_E)
+        if self.config.input_scaling:
+            # one choice: the score of the token is that of its row
+            scaled_TD = (h_TD.float() * weight_TK).to(h_TD.dtype)
+            return h_TD, torch.ones_like(weight_TK), expert_TK, loss, stats, *counted, scaled_TD
         return h_TD, weight_TK, expert_TK, loss, stats, *counted
 
     def _choose(self, scores_TE: Tensor) -> Tensor:

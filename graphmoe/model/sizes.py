@@ -18,6 +18,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.plan.attention import is_hybrid, is_linear, model_of_layer
 from graphmoe.plan.buckets import BufferLayout, Matrices, matrices_of
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
+from graphmoe.plan.experts import is_moe, moe_layers
 from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 
@@ -79,9 +80,7 @@ def layer_weights(model: ModelConfig, layout: Layout, layer: int) -> dict[str, T
 def _kind_of(model: ModelConfig, layer: int) -> str:
     if layer >= model.num_layers:
         return "mtp"
-    return ("linear " if is_linear(model, layer) else "") + (
-        "dense" if layer < model.num_dense_layers else "moe"
-    )
+    return ("linear " if is_linear(model, layer) else "") + ("moe" if is_moe(model, layer) else "dense")
 
 
 def _named_weights(
@@ -179,10 +178,12 @@ def _flat_buffers(
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    dense, moe = min(model.num_dense_layers, 1), int(model.num_layers > model.num_dense_layers)
+    moe = [is_moe(model, i) for i in range(model.num_layers)]
+    dense = int(not all(moe))
     small = dataclasses.replace(
-        model, num_layers=dense + moe, num_dense_layers=dense, mtp_depth=min(model.mtp_depth, 1)
-    )
+        model, num_layers=dense + any(moe), num_dense_layers=dense, moe_every=1,
+        mtp_depth=min(model.mtp_depth, 1),
+    )  # fmt: skip
     key = repr(small), layout.tp, layout.ep, layout.etp, len(layout.embed_on) > 1
     if key not in _built:
         places = (0, 1) if len(layout.embed_on) > 1 else (0,)
@@ -222,7 +223,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
     """Return a token's forward FLOPs by part of the model, averaged over positions."""
-    num_moe_layers = model.num_layers - model.num_dense_layers
+    num_moe_layers = len(moe_layers(model)) - model.mtp_depth
     projections = 2 * attention_weights(model)
     scores = of_mtp = attention_scores(model, seq_len)
     linear = sum(is_linear(model, i) for i in range(model.num_layers))
@@ -236,7 +237,7 @@ def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
     return {
         "attention_projections": (model.num_layers - linear) * projections + of_linear,
         "attention_scores": model.num_layers * scores,
-        "dense_mlp": 2 * model.num_dense_layers * swiglu_weights(model, model.dense_ffn_size),
+        "dense_mlp": 2 * (model.num_layers - num_moe_layers) * swiglu_weights(model, model.dense_ffn_size),
         "routed_experts": num_moe_layers * routed,
         "shared_experts": num_moe_layers * shared,
         "head": head,

@@ -29,7 +29,8 @@ from graphmoe.model.layer import ATTN_READS, DenseLayer, MoELayer, MoEOutput, Mt
 from graphmoe.model.moe_segments import ROUTER_STATS, Router
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.plan.attention import attention_facts, full_layers, model_of_layer
+from graphmoe.plan.attention import attention_facts, masks_of_layers, model_of_layer
+from graphmoe.plan.experts import is_moe, moe_layers
 from graphmoe.plan.layout import ALONE, Layout, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
@@ -148,9 +149,9 @@ class Transformer(nn.Module):
                 module.attn_reads = (*ATTN_READS, "first")
 
     def _attended(self, first_BS: Tensor) -> Tensor:
-        full = full_layers(self.config) / self.config.num_layers
-        of_window = attended_pairs(first_BS, self.config.window)
-        return full * attended_pairs(first_BS) + (1 - full) * of_window
+        masks = masks_of_layers(self.config, first_BS.shape[1])
+        pairs = (attended_pairs(first_BS, *mask) * layers for mask, layers in masks.items())
+        return torch.stack([*pairs]).sum() / self.config.num_layers
 
     def _first(self, tokens_BS: Tensor) -> Tensor | None:
         return None if self.end_token is None else document_starts(tokens_BS, self.end_token)
@@ -340,16 +341,13 @@ class Transformer(nn.Module):
 
     @property
     def num_moe_layers(self) -> int:
-        return self.config.num_layers - self.config.num_dense_layers + self.config.mtp_depth
+        return len(moe_layers(self.config))
 
     def moe_layers(self, pieces: StagePieces) -> range:
         """Return the range of a stage's MoE layers among the model's."""
-        dense, layers = self.config.num_dense_layers, pieces.layers
-        found = range(max(layers.start - dense, 0), max(layers.stop - dense, 0))
-        if not len(pieces.mtp):
-            return found
-        first = self.config.num_layers - dense + pieces.mtp.start
-        return range(found.start if len(found) else first, first + len(pieces.mtp))
+        here = {*pieces.layers, *(self.config.num_layers + k for k in pieces.mtp)}
+        places = [place for place, layer in enumerate(moe_layers(self.config)) if layer in here]
+        return range(places[0], places[-1] + 1) if places else range(0)
 
     def blocks(self) -> list[tuple[nn.Module, ...]]:
         """Return groups of modules that a forward uses at once, in order; each parameter is in one."""
@@ -383,10 +381,10 @@ def _layers(
         model = model_of_layer(config, i)
         if i not in here:
             yield Elsewhere()
-        elif i < config.num_dense_layers:
-            yield moe_layer.dense(model, layout)
-        else:
+        elif is_moe(config, i):
             yield moe_layer(model, execution, layout, dispatcher)
+        else:
+            yield moe_layer.dense(model, layout)
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int, first_BS: Tensor | None = None) -> Tensor:

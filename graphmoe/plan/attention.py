@@ -1,5 +1,6 @@
 """Sizes and supported options of each kind of attention (`AttentionFacts`); defaults suit a plug-in."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -9,6 +10,11 @@ from graphmoe.config.schema import LinearAttention, ModelConfig, RopeScaling
 from graphmoe.plan.layout import divisors
 
 MAX_MASKED_HEAD = 256  # elements of a head in `ops.attention_kernels`
+GROUPED_OPTIONS = (
+    "qk_norm", "qk_norm_weight", "qk_norm_whole", "window", "full_every", "attention_chunk", "nope_every",
+    "attention_temperature_floor", "attention_sinks", "attention_gate", "attention_bias",
+)  # fmt: skip
+"""Keys of ``model`` that another attention than gqa refuses unless they have their defaults."""
 LINEAR_HEADS = (16, 32, 64, 128)  # those in `ops.delta_net.kernels`
 
 
@@ -77,32 +83,58 @@ def is_linear(model: ModelConfig, index: int) -> bool:
 
 
 def model_of_layer(model: ModelConfig, index: int) -> ModelConfig:
-    """Return the configuration of one layer: ``window=0`` if the layer sees all keys.
+    """Return the configuration of one layer.
 
+    ``window=0`` or ``attention_chunk=0`` if it sees all keys, ``rotary_fraction=0`` without rotary embedding.
     With ``linear_attention``, ``attention`` is the kind of the layer, and all layers of the result are alike.
     """
+    if _is_nope(model, index):
+        normed = model.qk_norm and norms_heads(model, index)
+        model = replace(model, rotary_fraction=0.0, qk_norm=normed, attention_chunk=0)
     if is_hybrid(model):
         kind = model.linear_attention.value if is_linear(model, index) else model.attention
         return replace(model, attention=kind, linear_attention=LinearAttention.none, full_every=0)
-    sees_all = model.full_every > 0 and (index + 1) % model.full_every == 0
-    return replace(model, window=0, full_every=0) if sees_all else model
+    return replace(model, window=0, full_every=0) if _is_nth(index, model.full_every) else model
 
 
-def full_layers(model: ModelConfig) -> int:
-    """Return the number of layers that see all keys."""
-    if not model.window and not is_hybrid(model):
-        return model.num_layers
-    return model.num_layers // model.full_every if model.full_every else 0
+def norms_heads(model: ModelConfig, index: int) -> bool:
+    """Return whether a layer has the model's norms of heads: without weights, if it has rotary embedding."""
+    return model.qk_norm_weight or not _is_nope(model, index)
+
+
+def masks_of_layers(model: ModelConfig, seq_len: int) -> Counter[tuple[int, int]]:
+    """Return the number of layers with each window and chunk, 0 if that is no less than the sequence.
+
+    Layers with ``linear_attention`` attend to no keys, and are not counted.
+    """
+    masks = (_mask(model, i) for i in range(model.num_layers) if not is_linear(model, i))
+    return Counter((w if w < seq_len else 0, c if c < seq_len else 0) for w, c in masks)
+
+
+def _mask(model: ModelConfig, index: int) -> tuple[int, int]:
+    window = 0 if _is_nth(index, model.full_every) else model.window
+    return window, 0 if _is_nope(model, index) else model.attention_chunk
+
+
+def _is_nope(model: ModelConfig, index: int) -> bool:
+    return index < model.num_layers and _is_nth(index, model.nope_every)
+
+
+def _is_nth(index: int, every: int) -> bool:
+    return every > 0 and (index + 1) % every == 0
 
 
 def keys_per_query(model: ModelConfig, seq_len: int) -> float:
     """Return the mean number of keys that a query sees, over all layers; half the sequence if causal."""
-    window, layers = min(model.window or seq_len, seq_len), model.num_layers
-    of_window = window - window**2 / max(2 * seq_len, 1)
-    if is_hybrid(model):
-        of_window = 0.0
-    full = full_layers(model)
-    return (full * seq_len / 2 + (layers - full) * of_window) / layers
+    total = 0.0
+    for (window, chunk), layers in masks_of_layers(model, seq_len).items():
+        seen = seq_len / 2
+        if window:
+            seen = window - window**2 / (2 * seq_len)
+        if chunk:
+            seen = (seq_len // chunk * chunk**2 + (seq_len % chunk) ** 2) / (2 * seq_len)
+        total += layers * seen
+    return total / model.num_layers
 
 
 def keys_of_others(model: ModelConfig) -> set[str]:
@@ -142,12 +174,9 @@ def _latent(model: ModelConfig) -> AttentionFacts:
                 f"model.rotary_fraction={model.rotary_fraction:g} applies to model.attention=gqa only; use "
                 "rotary_fraction=1.0"
             )
-        for key in (
-            *("qk_norm", "qk_norm_whole", "window", "full_every"),
-            *("attention_sinks", "attention_gate", "attention_bias"),
-        ):
+        for key in GROUPED_OPTIONS:
             value, usual = getattr(model, key), getattr(default, key)
-            if value != usual and (isinstance(value, str) or value > 0):
+            if value != usual and (isinstance(value, str | bool) or value > 0):
                 how = (f"{key}={str(each).lower()}" for each in (value, usual))
                 yield f"model.{next(how)} applies to model.attention=gqa only; use {next(how)}"
 
@@ -200,11 +229,13 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
                 f"model.full_every={model.full_every} must be 0 or 2 to model.num_layers={model.num_layers}; "
                 "with 1 no layer would have the window"
             )
-        if model.window and head > MAX_MASKED_HEAD:
-            yield (
-                f"model.window={model.window} has kernels for heads up to {MAX_MASKED_HEAD}, and "
-                f"model.head_dim={head}; use window=0, or head_dim={MAX_MASKED_HEAD}"
-            )
+        yield from _without_rotary_problems(model)
+        for key in ("window", "attention_chunk"):
+            if head > MAX_MASKED_HEAD and (value := getattr(model, key)):
+                yield (
+                    f"model.{key}={value} has kernels for heads up to {MAX_MASKED_HEAD}, and "
+                    f"model.head_dim={head}; use {key}=0, or head_dim={MAX_MASKED_HEAD}"
+                )
 
     return AttentionFacts(
         head,
@@ -222,12 +253,46 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
         documents=True,
         kept=2 * heads * head if model.attention_gate else 0,  # the gate, and the result before it
         keys=(
-            *("num_kv_heads", "head_dim", "qk_norm", "qk_norm_whole", "rotary_fraction"),
-            *("window", "full_every", "attention_sinks", "attention_gate", "attention_bias"),
-            *("linear_attention", *(DELTA_NET_KEYS if is_hybrid(model) else ())),
+            *("num_kv_heads", "head_dim", "rotary_fraction", *GROUPED_OPTIONS),
+            *(
+                "attention_temperature_scale",
+                "linear_attention",
+                *(DELTA_NET_KEYS if is_hybrid(model) else ()),
+            ),
         ),
         problems=tuple(problems()),
     )
+
+
+def _without_rotary_problems(model: ModelConfig) -> Iterator[str]:
+    every, floor, scale = (
+        model.nope_every, model.attention_temperature_floor, model.attention_temperature_scale,
+    )  # fmt: skip
+    if not model.qk_norm_weight and not model.qk_norm:
+        yield "model.qk_norm_weight=false has no effect with model.qk_norm=false; use qk_norm_weight=true"
+    if not model.qk_norm_weight and model.qk_norm_whole:
+        yield "model.qk_norm_whole=true has weights, and model.qk_norm_weight=false none; use one of them"
+    if model.attention_chunk and model.window:
+        yield (
+            f"model.attention_chunk={model.attention_chunk} and model.window={model.window} both limit the "
+            "keys; use attention_chunk=0 or window=0"
+        )
+    if every and not 2 <= every <= model.num_layers:
+        yield (
+            f"model.nope_every={every} must be 0 or 2 to model.num_layers={model.num_layers}; with 1 no "
+            "layer would have rotary embedding"
+        )
+    if floor and not every:
+        yield (
+            f"model.attention_temperature_floor={floor} has no effect with model.nope_every=0; use "
+            "attention_temperature_floor=0"
+        )
+    usual = type(model).attention_temperature_scale
+    if scale != usual and not floor:
+        yield (
+            f"model.attention_temperature_scale={scale:g} has no effect with "
+            f"model.attention_temperature_floor=0; use attention_temperature_scale={usual:g}"
+        )
 
 
 DELTA_NET_KEYS = (

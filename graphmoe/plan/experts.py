@@ -30,7 +30,7 @@ from graphmoe.segments import segments_of
 
 EXPERT_KEYS = (
     "top_k", "expert_ffn_size", "shared_ffn_size", "shared_gate", "expert_bias", "swiglu_limit",
-    "router_bias", "score_function", "softmax_after_topk",
+    "moe_every", "router_bias", "input_scaling", "score_function", "softmax_after_topk",
     "renormalise", "routed_scale", "num_groups", "topk_groups", "group_score", "selection_bias",
     "bias_update_rate", "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
 )  # fmt: skip
@@ -96,7 +96,24 @@ def dispatcher_facts(choice: str) -> DispatcherFacts:
 
 
 def has_experts(model: ModelConfig) -> bool:
-    return model.mtp_depth > 0 or model.num_layers > model.num_dense_layers
+    return len(moe_layers(model)) > 0
+
+
+def is_moe(model: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has routed experts; multi-token-prediction layers, the last, always do."""
+    if layer >= model.num_layers:
+        return True
+    return layer >= model.num_dense_layers and (layer + 1) % max(model.moe_every, 1) == 0
+
+
+def moe_layers(model: ModelConfig) -> list[int]:
+    """Return the numbers of the layers that have routed experts."""
+    return [layer for layer in range(model.num_layers + model.mtp_depth) if is_moe(model, layer)]
+
+
+def num_dense(model: ModelConfig) -> int:
+    """Return the number of layers that have a dense MLP."""
+    return model.num_layers + model.mtp_depth - len(moe_layers(model))
 
 
 def runs_pass(passes: PassesConfig, name: str) -> bool:
@@ -137,8 +154,7 @@ def experts_of(config: RunConfig) -> ExpertPlan:
     in_fp8 = config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
     vendor = moe.experts if in_fp8 and moe.experts == "turbo" else None
     recompute, model = Recompute.of(config.recompute), config.model
-    layers = range(model.num_dense_layers, model.num_layers + model.mtp_depth)
-    recomputed = any(recompute.covers("moe_experts", layer) for layer in layers)
+    recomputed = any(recompute.covers("moe_experts", layer) for layer in moe_layers(model))
     no_fp8_rows = _why_no_fp8_rows(config, dispatcher, vendor)
     no_replicas = _why_no_replicas(config, dispatcher, vendor)
     balance = moe.balance

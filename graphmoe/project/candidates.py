@@ -18,7 +18,7 @@ from graphmoe.config.schema import (
     RecomputeConfig,
     RunConfig,
 )
-from graphmoe.plan.experts import has_experts
+from graphmoe.plan.experts import has_experts, num_dense
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.plan import num_micro_batches
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
@@ -195,7 +195,7 @@ class Candidates:
         model = self.config.model
         if any(key.partition(".")[0] == "recompute" for key in self.fixed):
             return {"": self.config.recompute}
-        mlps = ["mlp"] if model.num_dense_layers else []
+        mlps = ["mlp"] if num_dense(model) else []
         if has_experts(model):
             mlps += ["shared_experts"] * bool(model.shared_ffn_size) + ["moe_experts"]
         kinds = {

@@ -149,6 +149,7 @@ def _gb(sizes: Mapping[str, float]) -> dict[str, float]:
 CHART = {
     "model.attention": "gqa",
     "model.num_dense_layers": 0,
+    "model.moe_every": 1,
     "model.mtp_depth": 0,
     "parallel.tp": 1,
     "parallel.etp": 1,

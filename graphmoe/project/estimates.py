@@ -13,6 +13,7 @@ from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
 from graphmoe.plan.costs.sizes import Sizes, overlaps
+from graphmoe.plan.experts import is_moe
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
@@ -242,9 +243,11 @@ def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKin
 
 
 def _alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
-    dense = sum(i < model.num_dense_layers for i in pieces.layers)
-    first = model.num_dense_layers - dense
-    return replace(pieces, layers=range(first, first + len(pieces.layers)))
+    # the first layers of the model that have experts in the same places
+    kinds, own = [is_moe(model, i) for i in range(model.num_layers)], pieces.layers
+    starts = range(own.start + 1)
+    first = next(i for i in starts if kinds[i : i + len(own)] == kinds[own.start : own.stop])
+    return replace(pieces, layers=range(first, first + len(own)))
 
 
 @functools.lru_cache(maxsize=4096)

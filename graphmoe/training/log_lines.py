@@ -14,7 +14,7 @@ from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import DeviceChoice
 from graphmoe.data import Corpus
 from graphmoe.model.sizes import count_parameters
-from graphmoe.plan.experts import has_experts
+from graphmoe.plan.experts import has_experts, num_dense
 from graphmoe.plan.plan import Plan
 from graphmoe.run.expert_loads import ASCII, BLOCKS, LoadWatch, load_bar
 from graphmoe.runtime.host.tuning import cores_here
@@ -53,7 +53,7 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     parameters = count_parameters(model)
     total, active = (parameters[kind]["full"] for kind in ("total", "active"))
     size = f"{quantity(total)} parameters, {quantity(active)} active"
-    parts = [f"{number_of(model.num_layers, 'layer')} ({model.num_dense_layers} dense)"]
+    parts = [f"{number_of(model.num_layers, 'layer')} ({num_dense(model)} dense)"]
     if has_experts(model):
         parts.append(f"{number_of(model.num_experts, 'expert')}, {model.top_k} a token")
     ranks = layout.size("world")

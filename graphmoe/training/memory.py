@@ -14,6 +14,7 @@ from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes,
 from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import is_moe
 from graphmoe.plan.layout import AXES, Axis, ranks_of
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces
@@ -127,7 +128,7 @@ def own_buffer_bytes(
 ) -> dict[str, float]:  # fmt: skip
     """Return bytes of buffers by purpose, without communication; ``lanes``: most micro-batches in flight."""
     layers, model = _layers(sizes, stages), sizes.model
-    moe_layers, scope = sum(i >= model.num_dense_layers for i in layers), graph.scope
+    num_moe, scope = sum(is_moe(model, i) for i in layers), graph.scope
     working = of_lane = _working_bytes(sizes, recompute, stages)
     embedding = max((_embedding_work(sizes, recompute, stage) for stage in stages), default=0.0)
     if embedding > working:
@@ -135,12 +136,12 @@ def own_buffer_bytes(
     of_rotation = 4 * sizes.seq_len * sizes.attention.rotary
     of_router = 4 * model.num_experts * (2 if model.selection_bias else 1)  # counts and biases
     return {
-        "tables": of_rotation + of_router * moe_layers,
+        "tables": of_rotation + of_router * num_moe,
         "fp8_weights": fp8_weight_bytes(sizes, layers),
         "dispatch": shared_bytes(sizes, moe, graph),
         "working": working,
         "graph_pool": _graph_pool(
-            scope, sizes, moe_layers, len(layers) - moe_layers, lanes, max(len(stages), 1), of_lane
+            scope, sizes, num_moe, len(layers) - num_moe, lanes, max(len(stages), 1), of_lane
         ),
     }
 
@@ -154,7 +155,7 @@ def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
     return sum(
         count * (2 * rows * columns * beside(axis) + ROWWISE.scale_bytes * (rows + columns))
         for index in layers
-        for name in (DENSE_SEGMENTS if index < sizes.model.num_dense_layers else MOE_SEGMENTS)
+        for name in (MOE_SEGMENTS if is_moe(sizes.model, index) else DENSE_SEGMENTS)
         for axis, count, rows, columns in fp8_weights(sizes.of_layer(index), name)
     )
 
@@ -165,10 +166,10 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     found = [0.0]
     layers = _layers(sizes, stages)
     if not (recompute.layers or sizes.fp8_skips):  # layers of a kind are alike
-        layers = [*{index < model.num_dense_layers: index for index in layers}.values()]
+        layers = [*{is_moe(model, index): index for index in layers}.values()]
     for index in layers:
         mlp = _experts_work(sizes.of_layer(index))
-        if index < model.num_dense_layers:
+        if not is_moe(model, index):
             mlp = e * sizes.gathered * 3 * model.dense_ffn_size // sizes.layout.tp + 3 * sizes.state
         found.append(max(_attention_work(sizes), mlp) + made_again(sizes, recompute, index))
     if any(stage.loss for stage in stages):

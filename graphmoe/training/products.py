@@ -10,6 +10,7 @@ from graphmoe.config.schema import DispatchDtype, Fp8Measure, Fp8Recipe
 from graphmoe.model.sizes import layer_weights
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, EXPERTS, Dense, Experts, InBf16, slower, speeds, to_text
 from graphmoe.ops.grouped_mlp.choice import Memory
+from graphmoe.plan.experts import is_moe, moe_layers
 from graphmoe.plan.plan import Plan
 
 
@@ -32,12 +33,11 @@ def fp8_passes(plan: Plan, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[str, An
 
 
 def keeps_experts(plan: Plan) -> bool:
-    model = plan.model
-    return bool({*range(model.num_dense_layers, model.num_layers + model.mtp_depth)} - plan.fp8_skips)
+    return bool({*moe_layers(plan.model)} - plan.fp8_skips)
 
 
 def skips_experts(plan: Plan) -> bool:
-    return any(layer >= plan.model.num_dense_layers for layer in plan.fp8_skips)
+    return any(is_moe(plan.model, layer) for layer in plan.fp8_skips)
 
 
 def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:

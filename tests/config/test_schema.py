@@ -23,6 +23,7 @@ from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import AuxLoss, ComputeDtype, ConfigError, DeviceChoice, ModelConfig, RunConfig
 from graphmoe.model.sizes import count_parameters
 from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.experts import num_dense
 from graphmoe.plan.rules import resolve, violations
 from graphmoe.train import EXAMPLES
 from tests.runs import PRESETS, ROOT, command, config, hydra_config
@@ -152,6 +153,7 @@ BALANCE = {
     "gpt_oss_20b": (AuxLoss.micro_batch, 1.67e-4),  # 0.001 of one loss over all layers, * top_k 4 / 24 layers
     "gpt_oss_120b": (AuxLoss.micro_batch, 1.11e-4),
     "gpt_oss_20b_mlperf": (AuxLoss.none, 0.001),
+    "llama4": (AuxLoss.micro_batch, 0.001),
     "mixtral_8x7b": (AuxLoss.micro_batch, 0.00125),  # 0.02 of one loss over all layers, * top_k 2 / 32 layers
     "mixtral_8x22b": (AuxLoss.micro_batch, 3.57e-5),  # 0.001 * 2 / 56
 }
@@ -172,7 +174,7 @@ def test_a_preset_is_the_published_model_of_the_documentation_and_states_only_th
         f"{m.shared_ffn_size or '-'}" + ", gated" * m.shared_gate,
     ]
     sizes = sizes if m.num_experts else ["-", "-"]
-    assert cells[1:3] + cells[4:6] == [f"{m.num_layers} ({m.num_dense_layers})", str(m.hidden_size), *sizes]
+    assert cells[1:3] + cells[4:6] == [f"{m.num_layers} ({num_dense(m)})", str(m.hidden_size), *sizes]
     assert cells[7:] == [f"{part['body'] / 1e9:.3f}" for part in count_parameters(m).values()]
 
 

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ class Case:
         change = self.change.__name__ if self.change else ""
         words = (self.layout or "dp", self.schedule, *self.overrides, *self.model, self.mode, change)
         kept = (word.rpartition(".")[2] for word in words if word not in ("", "eager"))
-        return f"{self.ranks} ranks: {', '.join(kept)}"
+        text = f"{self.ranks} ranks: {', '.join(kept)}"
+        # a folder has this name, of at most 255 characters
+        return text if len(text) < 240 else f"{text[:230]} {zlib.crc32(text.encode()):08x}"
 
     @property
     def training(self) -> Training:

@@ -72,6 +72,11 @@ GPT_OSS = (
     *GQA[:3], "model.window=5", "model.attention_sinks=true", "model.expert_bias=true",
     "model.swiglu_limit=0.05", "model.router_bias=true",
 )  # fmt: skip
+LLAMA4 = (
+    *EIGHT_HEADS, "model.qk_norm_weight=false", "model.attention_chunk=5", "model.nope_every=2",
+    "model.attention_temperature_floor=4", "model.top_k=1", "model.score_function=sigmoid",
+    "model.input_scaling=true", "model.num_dense_layers=0", "model.moe_every=2",
+)  # fmt: skip
 STATE = (
     *GQA[:3], "model.linear_attention=delta_net", "model.full_every=2", "model.linear_key_heads=2",
     "model.linear_value_heads=4", "model.linear_value_head_dim=16",
@@ -96,6 +101,8 @@ FOUR = (
     Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS)),
     Case(4, "pp=2 tp=2", "1f1b", model=(*NO_EXPERTS, TIED)),
     Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*WHOLE, "model.mtp_depth=1")),
+    Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*LLAMA4, *MASK)),
+    Case(4, "pp=2 ep=2", "1f1b", REPLICAS, (*LLAMA4, MTP)),
     HOT,
 )
 LANES = Case(
@@ -180,6 +187,13 @@ MORE_OF_FOUR = (
     Case(4, "ep=4", change=an_expert_without_tokens),
     Case(4, "ep=4", model=(*GPT_OSS, "model.selection_bias=true"), change=an_expert_without_tokens),
     Case(4, f"ep=2 {FSDP}", model=GPT_OSS), Case(4, "ep=2", overrides=ROOM, model=GPT_OSS, mode="traced"),
+    Case(4, "ep=4", overrides=(*REPLICAS, *FULL), model=LLAMA4, mode="traced"),
+    Case(4, f"ep=2 {FSDP}", overrides=(AGAIN,), model=LLAMA4), Case(4, "ep=2 etp=2", model=LLAMA4),
+    Case(4, "pp=2 ep=2", "zb1p", TURNS, (*LLAMA4, MTP, *MASK), "traced"),
+    Case(4, "pp=2 cp=2", "interleaved", LAYERS, LLAMA4, "traced"),
+    Case(4, f"cp=4 {RING}", model=(*LLAMA4, "model.attention_chunk=0")),
+    Case(4, "ep=4", model=LLAMA4, change=all_labels_ignored), Case(2, "ep=2", model=LLAMA4, mode="traced"),
+    Case(2, "", model=LLAMA4, mode="traced"),
     Case(4, "pp=2 ep=2", "zb1p", ROOM, GPT_OSS, "traced"), Case(4, "cp=2", model=GPT_OSS, mode="traced"),
     Case(4, "ep=2", model=(*GPT_OSS, "optim.name=muon")),
     Case(4, "etp=2", model=(MICRO,), change=an_expert_without_tokens),

@@ -25,7 +25,8 @@ from tests.tolerances import relative_error
 EXPERTS, TOP_K, TOKENS = 8, 3, 64
 MODEL = config(f"model.num_experts={EXPERTS}", f"model.top_k={TOP_K}", "model.num_dense_layers=0").model
 BIASED = replace(MODEL, expert_bias=True, swiglu_limit=0.4, router_bias=True)
-of_both = pytest.mark.parametrize("model", [MODEL, BIASED], ids=["plain", "biased"])
+SCALED = replace(MODEL, input_scaling=True, top_k=1)
+of_both = pytest.mark.parametrize("model", [MODEL, BIASED, SCALED], ids=["plain", "biased", "scaled"])
 CHUNKS = {
     "by rows": Load(20, 1000),
     "by slots": Load(1000, 48),
@@ -67,7 +68,7 @@ def run(layer: MoELayer, chunk: Load | None, backend: str = "", totals=()) -> di
     found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     found |= {f"total {i}": gradient.total for i, gradient in enumerate(totals)}
     if output.received_load is not None:
-        expected = torch.tensor([TOKENS, TOKENS * TOP_K], dtype=torch.int32)
+        expected = torch.tensor([TOKENS, TOKENS * layer.moe_router.config.top_k], dtype=torch.int32)
         assert output.received_load.equal(expected)
     return {"y": output.x_BSD.detach(), "dx": x.grad, **found}
 

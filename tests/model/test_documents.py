@@ -46,15 +46,19 @@ def alone(found):
             yield document[None], torch.cat([document[1:], last])[None]
 
 
+NOPE = dataclasses.replace(CONFIGS["gqa"], nope_every=2, attention_temperature_floor=2, qk_norm_weight=False)
+kinds = pytest.mark.parametrize("name", [*CONFIGS, "nope"])
+
+
 def model_of(name, mtp_depth=1, *, masked=True):
     changes = {"aux_loss": AuxLoss.none, "mtp_depth": mtp_depth, "mtp_loss_weight": 0.4}
-    model = build_model(dataclasses.replace(CONFIGS[name], **changes))
+    model = build_model(dataclasses.replace((CONFIGS | {"nope": NOPE})[name], **changes))
     if masked:
         model.mask_documents(END)
     return model
 
 
-@both
+@kinds
 def test_a_packed_sequence_is_its_documents_one_by_one(name):
     """Losses, counts of experts and every gradient: each document weighs as its share of the labels."""
     found, one, many = documents(), model_of(name), model_of(name, masked=False)
@@ -78,7 +82,7 @@ def test_a_packed_sequence_is_its_documents_one_by_one(name):
         assert_gradient_close(parameter.grad, other.grad)
 
 
-@both
+@kinds
 def test_logits_are_those_of_each_document(name):
     found = documents(1)
     tokens, _ = packed(found)

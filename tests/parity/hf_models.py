@@ -84,6 +84,17 @@ def gpt_oss(
     return Case("GptOss", sized | {"sliding_window": 5} | more, lengths)
 
 
+def llama4(
+    shape: Sizes, heads: Sizes, experts: Sizes, lengths: tuple[int, ...] = (1, 19), **more: Any
+) -> Case:
+    """``heads``: as of `gpt_oss`; ``experts``: number, and widths of experts and dense MLPs."""
+    keys = (*GROUPED[:4], "intermediate_size", "intermediate_size_mlp")
+    chunk = {"attention_chunk_size": 7, "floor_scale": 6}
+    return Case(
+        "Llama4", dict(zip(SHAPE + keys, shape + heads + experts, strict=True)) | chunk | more, lengths
+    )
+
+
 def qwen3_next(
     shape: Sizes, sizes: Sizes, linear: Sizes, shared: int, lengths: tuple[int, ...] = (1, 19), **more: Any
 ) -> Case:
@@ -208,6 +219,20 @@ CASES = {
         (27, 2), (3, 1, 8), (4, 4, 11), swiglu_limit=1.5, attention_bias=False, **layers("full", "full"),
         **yarn(factor=4.0, beta_fast=2.0),
     ),
+    "llama4_scout": llama4(
+        (33, 4), (6, 2, 10), (7, 13, 9), (1, 7, 19, 41), **llama3(100.0, 8.0, 1.0, 4.0, 16)
+    ),
+    "llama4_maverick": llama4(
+        (26, 5), (4, 4, 6), (9, 11, 21), (6, 23), use_qk_norm=False, interleave_moe_layer_step=2,
+        no_rope_layer_interval=2, attn_scale=0.7, **default_rope(500.0),
+    ),
+    "llama4_untuned_every_third": llama4(
+        (21, 6), (5, 1, 14), (5, 7, 17), attn_temperature_tuning=False, interleave_moe_layer_step=3,
+        no_rope_layer_interval=3, rms_norm_eps=1e-6, attention_chunk_size=4,
+    ),
+    "llama4_rotary_everywhere": llama4(
+        (18, 2), (3, 3, 8), (4, 6, 5), no_rope_layers=[1, 1], attention_chunk_size=4000,
+    ),
     "qwen3_next": qwen3_next(
         (33, 4), (6, 2, 16, 7, 3, 9), (2, 4, 16, 32, 4), 13, (1, 70), **layers(*("linear", "full") * 2)
     ),
@@ -232,6 +257,7 @@ for name in (
     "llama_scaled",
     "qwen3_dense",
     "gpt_oss",
+    "llama4_scout",
 ):
     tied = CASES[name].config | {"tie_word_embeddings": True}
     CASES[f"{name}_tied"] = Case(CASES[name].family, tied, lengths=(13,))
@@ -240,8 +266,8 @@ for name in (
 def random_model(case: Case, seed: int = 0) -> Any:
     """A transformers model whose every weight is random, norms and the router's bias too."""
     words = {"vocab_size": case.vocab_size, "max_position_embeddings": 2560}
-    name = f"{case.family}TextConfig" if case.family == "Qwen3_5Moe" else f"{case.family}Config"
-    config = getattr(transformers, name)(**words | KERNELS | case.config)
+    own = "Text" if case.family in ("Llama4", "Qwen3_5Moe") else ""
+    config = getattr(transformers, f"{case.family}{own}Config")(**words | KERNELS | case.config)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -97,3 +97,16 @@ def test_keys_per_query_is_the_mean_of_all_layers(window, full_every, seq_len):
     counts = [sum(min(i + 1, each) for i in range(seq_len)) / seq_len for each in windows]
     halves = sum(min(each, seq_len) / seq_len for each in windows) / 2 / len(windows)  # of the query itself
     assert keys_per_query(config, seq_len) == pytest.approx(sum(counts) / len(counts) - halves)
+
+
+@pytest.mark.parametrize(
+    "chunk, nope_every, seq_len", [(3, 0, 8), (3, 2, 9), (4, 3, 8), (9, 2, 8), (8, 4, 8)]
+)
+def test_keys_per_query_counts_those_of_chunks(chunk, nope_every, seq_len):
+    config = dataclasses.replace(GQA, attention_chunk=chunk, nope_every=nope_every)
+    own = [model_of_layer(config, i).attention_chunk for i in range(config.num_layers)]
+    assert own == [0 if nope_every and (i + 1) % nope_every == 0 else chunk for i in range(4)]
+    chunks = [each or seq_len for each in own]
+    # half of a query's own position, as for causal attention
+    counts = [sum(i % each + 0.5 for i in range(seq_len)) / seq_len for each in chunks]
+    assert keys_per_query(config, seq_len) == pytest.approx(sum(counts) / len(counts))

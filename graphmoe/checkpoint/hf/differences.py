@@ -5,7 +5,7 @@ from typing import Any
 
 from graphmoe.config.schema import GroupScore, ModelConfig
 from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others, rotary_elements
-from graphmoe.plan.experts import EXPERT_KEYS
+from graphmoe.plan.experts import EXPERT_KEYS, num_dense
 
 TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
@@ -49,6 +49,6 @@ def _effective(config: ModelConfig) -> dict[str, Any]:
         per_group = config.top_k // config.topk_groups
         summed = {GroupScore.max: 1, GroupScore.topk_sum: per_group, GroupScore.top2_sum: 2}
         keys["group_score"] = summed[config.group_score]
-    if config.num_dense_layers == 0:
+    if num_dense(config) == 0:
         dropped.add("dense_ffn_size")
     return {key: value for key, value in keys.items() if key not in dropped}

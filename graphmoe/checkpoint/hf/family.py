@@ -16,8 +16,21 @@ class Form(NamedTuple):
 
     to_ours: Callable[[Tensor], Tensor]
     to_theirs: Callable[[Tensor], Tensor]
-    # rows are experts, read one at a time, which bounds the memory
+    # rows are experts, or of heads, read a block at a time, which bounds the memory
     of_experts: bool = True
+    # rows that are converted together: those of a head
+    block: int = 1
+
+
+class Multimodal(NamedTuple):
+    """Folders that have a family's text model beside other models."""
+
+    name: str
+    """Their model_type; ``text_config`` in config.json is the text model's."""
+    prefix: str
+    """What the names of the text model's tensors begin with."""
+    others: tuple[str, ...]
+    """What the names of tensors begin with that are not read."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,9 @@ class Family:
     gate_up_down: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     # tensors of a layer's routed experts, given prefixes of their and our names; None: by ``gate_up_down``
     experts: Callable[[ModelConfig, str, str], Iterable[Piece]] | None = None
+    # storage of attention's weights that differs from ours, by our names of them
+    row_forms: Callable[[ModelConfig], dict[str, Form]] = lambda config: {}
+    multimodal: Multimodal | None = None
     # other model_types with the same code
     aliases: tuple[str, ...] = ()
     # values of config.json's attention_bias that are supported

@@ -17,7 +17,7 @@ from torch import Tensor
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import shortened
 from graphmoe.checkpoint.hf import mxfp4
-from graphmoe.checkpoint.hf.families import to_model_config
+from graphmoe.checkpoint.hf.families import FAMILIES, to_model_config
 from graphmoe.checkpoint.hf.family import Family, Piece
 from graphmoe.checkpoint.hf.pieces import FUSED, pieces
 from graphmoe.checkpoint.hf.tensor_files import (
@@ -82,10 +82,13 @@ class OpenFolder:
         if not piece.form.of_experts:
             part.copy_(piece.form.to_ours(self._read(piece, index[:1]))[(..., *index[1:])])
             return
-        experts = torch.arange(self.shapes[piece.ours][0])[index[0]].tolist()
-        for into, expert in zip(part, experts, strict=True):
-            theirs = self.files.read(piece.theirs, (slice(expert, expert + 1),))
-            into.copy_(piece.form.to_ours(theirs)[(0, *index[1:])])
+        assert isinstance(index[0], slice)
+        rows, size = range(self.shapes[piece.ours][0])[index[0]], piece.form.block
+        for start in range(rows.start // size * size, rows.stop, size):
+            block = piece.form.to_ours(self.files.read(piece.theirs, (slice(start, start + size),)))
+            own = range(max(start, rows.start), min(start + size, rows.stop))
+            found = block[(slice(own.start - start, own.stop - start), *index[1:])]
+            part[own.start - rows.start : own.stop - rows.start] = found
 
     def _read(self, piece: Piece, index: Index = WHOLE) -> Tensor:
         if piece.rows is not None and isinstance(index[0], slice):
@@ -172,6 +175,9 @@ def read_hf_config(folder: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     """Read config.json. *Raises* ConfigError listing all keys with unsupported values."""
     path = folder / "config.json"
     raw = read_json(path, dict[str, Any])
+    text, known = raw.get("text_config"), [family.multimodal for family in FAMILIES]
+    if isinstance(text, dict) and any(each and each.name == raw.get("model_type") for each in known):
+        raw = raw | {"architectures": None} | text
     return *to_model_config(raw, str(path), folder_name(folder)), raw
 
 
@@ -185,6 +191,12 @@ def open_hf(folder: Path) -> OpenFolder:
         config = replace(config, mtp_depth=0)  # transformers writes the depth without the layer
     ids, is_quantized = {key: raw.get(key) for key in TOKEN_IDS}, bool(raw.get("quantization_config"))
     layout = pieces(family, config, fused=fused)
+    if (whole := family.multimodal) and any(name.startswith(whole.prefix) for name in files.headers):
+        layout = [
+            replace(p, theirs=whole.prefix + p.theirs, repeats=p.repeats and whole.prefix + p.repeats)
+            for p in layout
+        ]
+        files.headers = {n: header for n, header in files.headers.items() if not n.startswith(whole.others)}
     return OpenFolder(config, files, shapes_of(config), layout, ids, is_quantized)
 
 

@@ -7,7 +7,7 @@ from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
+    norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm and config.qk_norm_weight else {}
     return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}
 
 

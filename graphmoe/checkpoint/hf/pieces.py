@@ -8,17 +8,18 @@ from graphmoe.checkpoint.hf.family import Family, Form, Piece
 from graphmoe.config.schema import AttentionBias, ModelConfig
 from graphmoe.ops import accumulator
 from graphmoe.plan.attention import attention_facts, model_of_layer
+from graphmoe.plan.experts import is_moe
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # added in fp32: around 0 bf16 has more bits than around 1
 CENTRED = Form(lambda w: w.to(accumulator(w)) + 1, lambda w: w - 1, of_experts=False)
-FUSED = ".mlp.experts.gate_up_proj"
+FUSED = ".experts.gate_up_proj"
 """Suffix of a tensor's name in folders of transformers 5, which store a layer's experts as one tensor."""
 
 
 def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
     """Return all tensors of a published folder; those without ``repeats`` cover each element of ours once."""
-    if fused:
+    if fused and family.experts is None:
         family = replace(family, moe="mlp", gate_up_down=None)
     found = [
         Piece(EMBEDDING, "embed.weight"),
@@ -26,7 +27,7 @@ def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[
         _head(config),
     ]
     for i in range(config.num_layers):
-        own, dense = model_of_layer(config, i), i < config.num_dense_layers
+        own, dense = model_of_layer(config, i), not is_moe(config, i)
         found += _layer(family, own, f"model.layers.{i}", f"layers.{i}", dense=dense)
     for k in range(config.mtp_depth):
         found += _mtp(family, config, f"model.layers.{config.num_layers + k}", f"mtp.{k}")
@@ -93,8 +94,10 @@ def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense
 
 
 def _attention(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
+    forms = family.row_forms(config)
     for their_name, our_names in family.attention_names(config).items():
-        yield from _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
+        stored = _stacked(config, f"{theirs}.self_attn.{their_name}", f"{ours}.attn", our_names.split())
+        yield from (replace(piece, form=forms.get(our_names)) for piece in stored)
     for name in "" if config.attention_bias is AttentionBias.none else config.attention_bias:
         yield Piece(f"{theirs}.self_attn.{name}_proj.bias", f"{ours}.attn.biases.{name}")
     if config.attention_sinks:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.plan.attention import Latents, is_linear
+from graphmoe.plan.attention import Latents, is_linear, norms_heads
 from graphmoe.plan.costs.rates import ROWWISE, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import is_moe
 from graphmoe.plan.pipeline.layouts import StagePieces, normalises
 from graphmoe.plan.recompute import Recompute
 
@@ -36,21 +37,23 @@ class Kept(NamedTuple):
 def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -> dict[str, Bytes]:
     """Return a stage's saved bytes of a micro-batch by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
     model, found = sizes.model, dict[str, Bytes]()
-    dense = model.num_dense_layers
     if pieces.embed:
         found["embed"] = _sum(_embed(sizes))
     elif len(pieces.layers) or pieces.loss or len(pieces.mtp):
         found[RECEIVED] = Counter({RECEIVED: _carried(sizes, pieces)})
     like: dict[tuple[bool, ...], Bytes] = {}
     for i in pieces.layers:
-        key = i < dense, i in recompute.layers, i in sizes.fp8_skips, is_linear(model, i)
+        key = (
+            *(is_moe(model, i), norms_heads(model, i), is_linear(model, i)),
+            *(i in recompute.layers, i in sizes.fp8_skips),
+        )
         if key not in like:
             like[key] = layer_activations(sizes, recompute, i)
         found[f"layer {i}"] = like[key].copy()
     ends_here = pieces.loss or len(pieces.mtp)
     if len(pieces.layers) and not ends_here:  # sent to the next stage, then freed
         last = pieces.layers[-1]
-        found[f"layer {last}"]["mlp" if last < dense else "moe_combine"] -= sizes.state
+        found[f"layer {last}"]["moe_combine" if is_moe(model, last) else "mlp"] -= sizes.state
     for k in pieces.mtp:
         joined = _sum(_join(sizes))
         found[f"mtp {k}"] = joined + layer_activations(sizes, recompute, model.num_layers + k)
@@ -61,10 +64,11 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
 
 def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
     """Return a layer's saved bytes per micro-batch, with its output, not its input. MTP layers are last."""
-    is_dense, sizes = index < sizes.model.num_dense_layers, sizes.of_layer(index)
+    is_dense, sizes = not is_moe(sizes.model, index), sizes.of_layer(index)
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if recompute.covers(name, index))
-    return _layer(sizes, is_dense, again, recompute.parts_of(index)).copy()
+    parts = recompute.parts_of(index)
+    return _layer(sizes, is_dense, norms_heads(sizes.model, index), again, parts).copy()
 
 
 def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
@@ -74,12 +78,13 @@ def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
 
 
 @functools.lru_cache(maxsize=8192)
-def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
+def _layer(sizes: Sizes, is_dense: bool, normed: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
     if is_dense:
-        return _kept([*_attn(sizes, "mlp"), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
+        return _kept([*_attn(sizes, "mlp", normed), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
     travels = sizes.layout.size("ep_etp") > 1
     shared_again = "shared_experts" in again | parts
-    tensors = [*_attn(sizes, "moe_router"), *_router(sizes, travels, shared_again), *_shared(sizes, travels)]
+    tensors = [*_attn(sizes, "moe_router", normed), *_router(sizes, travels, shared_again)]
+    tensors += _shared(sizes, travels)
     tensors += _travelling(sizes, "moe_experts" in again) if travels else _experts(sizes)
     tensors.append(Kept("moe_combine", sizes.state, ("next",)))
     once = {"moe_dispatch", "moe_combine"} if travels else set[str]()
@@ -114,7 +119,7 @@ def _read(
         yield Kept(name, sizes.element_bytes * rows * width, part=part)
 
 
-def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
+def _attn(sizes: Sizes, next_segment: str, normed: bool) -> Iterator[Kept]:
     tokens, e, d, tp = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size, sizes.layout.tp
     latents, own = sizes.attention.latents, sizes.attention.kept or 0
     yield Kept("attn", 4 * tokens, part="layernorm")
@@ -128,7 +133,7 @@ def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
     if sizes.attention.recurrence:
         yield from _results_of_states(sizes)
     else:
-        yield from _latent_heads(sizes, latents) if latents else _heads(sizes)
+        yield from _latent_heads(sizes, latents) if latents else _heads(sizes, normed)
     yield Kept("attn", sizes.state, (next_segment,))
 
 
@@ -138,15 +143,15 @@ def _results_of_states(sizes: Sizes) -> Iterator[Kept]:
     yield from _read(sizes, "attn", sizes.gathered, width, [sizes.model.hidden_size])
 
 
-def _heads(sizes: Sizes) -> Iterator[Kept]:
+def _heads(sizes: Sizes, normed: bool) -> Iterator[Kept]:
     e, facts = sizes.element_bytes, sizes.attention
     heads, groups = sizes.model.num_heads, sizes.kv_heads
-    if facts.normed_heads:
-        normed = sizes.gathered * (facts.normed_heads // sizes.layout.tp)
-        yield Kept("attn", e * normed * facts.head)
-        of_norms = 2 * sizes.gathered if sizes.model.qk_norm_whole else normed
+    if facts.normed_heads and normed:
+        rows = sizes.gathered * (facts.normed_heads // sizes.layout.tp)
+        yield Kept("attn", e * rows * facts.head)
+        of_norms = 2 * sizes.gathered if sizes.model.qk_norm_whole else rows
         if sizes.model.qk_norm_whole and sizes.layout.tp > 1:  # inputs in fp32, and no fused norm
-            of_norms += normed * facts.head
+            of_norms += rows * facts.head
         yield Kept("attn", 4 * of_norms, part="layernorm")
     yield Kept("attn", e * sizes.attended * facts.head * (sizes.heads(heads) + sizes.heads(groups)))
     # after an exchange, values are a view of the received queries, keys and values
@@ -219,13 +224,16 @@ def _router(sizes: Sizes, travels: bool, shared_again: bool) -> Iterator[Kept]:
     model, tokens = sizes.model, sizes.tokens
     readers = ("shared_experts", "moe_dispatch") if travels else ("shared_experts", "moe_experts")
     yield Kept("moe_router", 4 * tokens, part="layernorm")
-    reads = (not travels and "experts" not in sizes.fp8) or (
+    reads = (not travels and "experts" not in sizes.fp8 and not model.input_scaling) or (
         model.shared_ffn_size and not (_shares_in_fp8(sizes) and not (travels and shared_again))
     )
     reads = reads or model.shared_gate
     if (not travels or model.shared_ffn_size) and (reads or sizes.element_bytes == 4):
         # dispatched tokens are an output of their unit: saved, whatever is recomputed
         yield Kept("moe_router", sizes.state, readers, "" if travels else "layernorm")
+    if model.input_scaling and not travels:
+        in_8_bits = "experts" in sizes.fp8  # kept by the experts
+        yield Kept("moe_router", 4 * tokens + (0 if in_8_bits else sizes.state), ("moe_experts",))
     if sizes.element_bytes != 4:
         yield Kept("moe_router", 4 * tokens * model.hidden_size, part="layernorm")
         yield Kept("moe_router", 4 * model.num_experts * model.hidden_size)
@@ -252,7 +260,8 @@ def _shared(sizes: Sizes, travels: bool) -> Iterator[Kept]:
     here = not travels and "experts" in sizes.fp8
     if _shares_in_fp8(sizes) and sizes.layout.tp == 1:
         yield Kept(name, in_8_bits, part=name)
-    elif here:
+        here = here and model.input_scaling  # otherwise both read these
+    if here:
         yield Kept("moe_experts", in_8_bits)
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from graphmoe.config.schema import ModelConfig
-from graphmoe.plan.attention import attention_facts, full_layers, is_hybrid, keys_per_query, model_of_layer
+from graphmoe.plan.attention import (
+    attention_facts,
+    is_hybrid,
+    keys_per_query,
+    masks_of_layers,
+    model_of_layer,
+)
 from graphmoe.plan.costs.rates import FP8, FP32, ROWWISE, Fp8Dense, Product, Sides, Speeds, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import SLACK, balanced_load
@@ -261,6 +267,6 @@ def attention_scores(model: ModelConfig, seq_len: int) -> int:
         return facts.recurrence
     scores = 2 * model.num_heads * (facts.head + facts.value) * keys_per_query(model, seq_len)
     if is_hybrid(model):
-        share = 1 - full_layers(model) / model.num_layers
+        share = 1 - masks_of_layers(model, seq_len).total() / model.num_layers
         scores += share * attention_facts(model_of_layer(model, 0)).recurrence
     return round(scores)

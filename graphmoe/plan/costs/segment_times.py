@@ -26,6 +26,7 @@ from graphmoe.plan.costs.layer_parts import (
 )
 from graphmoe.plan.costs.rates import FP32, Product, Speeds, default_rates
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import is_moe
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.recompute import Recompute
@@ -70,9 +71,9 @@ def times_of_layers(
     sizes: Sizes, speeds: Speeds, recompute: Recompute, indices: Sequence[int]
 ) -> list[list[SegmentTime]]:
     """Return the times of several layers' segments; equal layers share one list."""
-    dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
+    model, firsts = sizes.model, dict[tuple[bool, ...], int]()
     kinds = [
-        (i < dense, i in recompute.layers, i in sizes.fp8_skips, is_linear(sizes.model, i)) for i in indices
+        (is_moe(model, i), i in recompute.layers, i in sizes.fp8_skips, is_linear(model, i)) for i in indices
     ]
     alike = [firsts.setdefault(kind, index) for kind, index in zip(kinds, indices, strict=True)]
     return [_times_of_layer(sizes, speeds, recompute, index) for index in alike]
@@ -81,14 +82,13 @@ def times_of_layers(
 @functools.lru_cache(maxsize=4096)
 def _times_of_layer(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> list[SegmentTime]:
     # each tensor is written in bf16 too, before it is rounded
-    kept, model = layer_activations(sizes.plain, Recompute(), index), sizes.model
+    kept = layer_activations(sizes.plain, Recompute(), index)
     sizes = sizes.of_layer(index)
     again = second_forward(sizes, speeds, recompute, index) if recompute else {}
-    if index < model.num_dense_layers:
-        mlp = _mlp("mlp", sizes, speeds, kept)
-        times = [_attention(sizes, speeds, kept), mlp]
-    else:
+    if is_moe(sizes.model, index):
         times = [*_moe(sizes, speeds, kept)]
+    else:
+        times = [_attention(sizes, speeds, kept), _mlp("mlp", sizes, speeds, kept)]
     return [
         replace(
             time,
@@ -210,8 +210,7 @@ def _segment(
 
 def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> dict[str, float]:
     """Return the seconds that a layer's backward spends to recompute each segment."""
-    model, is_dense = sizes.model, index < sizes.model.num_dense_layers
-    segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
+    model, segments = sizes.model, MOE_SEGMENTS if is_moe(sizes.model, index) else DENSE_SEGMENTS
     whole = {name for name in segments if recompute.covers(name, index)}
     parts = recompute.parts_of(index)
     # a recomputed segment skips its last GEMM, which nothing reads, and dispatch and combine

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.segment_times import modelled_parts
+from graphmoe.plan.experts import is_moe
 from graphmoe.plan.pipeline.layouts import short_layout
 
 Borders = list[int]  # boundaries of stages among a model's parts, from 0 to their number
@@ -146,9 +147,9 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
             )
         if not 0 <= ms < math.inf:
             raise ConfigError(f"the time of '{name}' is {ms} ms; it must be 0 or greater")
-    num_moe_layers = model.num_layers - model.num_dense_layers
-    kinds = ["dense"] * (model.num_dense_layers > 0)
-    kinds += ["moe"] * (num_moe_layers > 0 or (model.mtp_depth > 0 and "mtp" not in measured_ms))
+    layers = ["moe" if is_moe(model, i) else "dense" for i in range(model.num_layers)]
+    kinds = ["dense"] * ("dense" in layers)
+    kinds += ["moe"] * ("moe" in layers or (model.mtp_depth > 0 and "mtp" not in measured_ms))
     kinds += ["mtp"] * (model.mtp_depth > 0 and "mtp" in measured_ms) + ["loss"]
     read = {"embed"}
     ms_of = {kind: _kind_ms(kind, model, measured_ms, read) for kind in kinds}
@@ -158,8 +159,7 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
         )
     return [
         ("E", measured_ms.get("embed", 0.0)),
-        *[("t", ms_of.get("dense", 0.0))] * model.num_dense_layers,
-        *[("t", ms_of.get("moe", 0.0))] * num_moe_layers,
+        *(("t", ms_of[kind]) for kind in layers),
         *[("m", ms_of.get("mtp", ms_of.get("moe", 0.0)))] * model.mtp_depth,
         ("L", ms_of["loss"]),
     ]

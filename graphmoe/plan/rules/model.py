@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from graphmoe.config.choices import EXPERTS_BACKENDS
+from graphmoe.config.choices import EXPERTS_BACKENDS, LAYERS
 from graphmoe.config.ranges import fields_of, range_rules, type_rules
 from graphmoe.config.schema import (
     Balance,
@@ -55,6 +55,11 @@ def model_rules(config: RunConfig) -> Iterator[str]:
             f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
             f"use 0 to {model.num_layers}"
         )
+    elif model.num_experts > 0 and model.num_dense_layers < model.num_layers and not has_experts(model):
+        yield (
+            f"model.moe_every={model.moe_every} leaves no layer with experts of model.num_layers="
+            f"{model.num_layers} after model.num_dense_layers={model.num_dense_layers}; use a smaller one"
+        )
     yield from attention_facts(model).problems
     if is_hybrid(model) and model.attention != "gqa":
         yield (
@@ -93,6 +98,16 @@ def router_rules(config: RunConfig) -> Iterator[str]:
         yield "model.renormalise=true has no effect with model.softmax_after_topk=true; use renormalise=false"
     if model.shared_gate and not model.shared_ffn_size:
         yield "model.shared_gate=true has no effect with model.shared_ffn_size=0; use shared_gate=false"
+    if model.input_scaling and model.top_k != 1:
+        yield (
+            f"model.top_k={model.top_k} weights several outputs, and model.input_scaling=true scales the one "
+            "input of a token; use top_k=1, or input_scaling=false"
+        )
+    if model.input_scaling and model.layer not in LAYERS.names:
+        yield (
+            f"model.layer={model.layer} may not send the scaled input of model.input_scaling=true; use "
+            f"model.layer={LAYERS.names[0]}, or input_scaling=false"
+        )
     if min(groups, model.topk_groups, model.top_k) < 1:
         return  # other rules refuse these
     if experts % groups:

@@ -15,6 +15,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import MAX_MASKED_HEAD, attention_facts, is_hybrid
+from graphmoe.plan.experts import has_experts, num_dense
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.rules.model import splits_backward
@@ -193,6 +194,7 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
     masks = {
         "data.document_mask=true": config.data.document_mask,
         f"model.window={model.window}": model.window,
+        f"model.attention_chunk={model.attention_chunk}": 0 < model.attention_chunk < seq_len,
         "model.attention_sinks=true": model.attention_sinks,
     }
     for key in (key for key, given in masks.items() if ring and given):
@@ -246,9 +248,9 @@ def _shared(model: ModelConfig, seq_len: int) -> Iterator[tuple[str, int, str]]:
     if is_hybrid(model):
         yield "model.linear_key_heads", model.linear_key_heads, "key heads"
         yield "model.linear_value_heads", model.linear_value_heads, "value heads"
-    if model.num_dense_layers > 0:
+    if num_dense(model):
         yield "model.dense_ffn_size", model.dense_ffn_size, "width of the dense MLP"
-    if model.mtp_depth > 0 or model.num_layers > model.num_dense_layers:
+    if has_experts(model):
         yield "model.shared_ffn_size", model.shared_ffn_size, "width of the shared experts"
     yield "model.vocab_size", model.vocab_size, "rows of embedding and head"
     yield "data.seq_len", seq_len, "tokens of a sequence"

@@ -22,7 +22,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.experts import experts_of, has_experts, runs_pass
+from graphmoe.plan.experts import experts_of, has_experts, moe_layers, runs_pass
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.auto import ROUNDS, assumed_size
 from graphmoe.plan.rules.parallel import seq_len_of
@@ -383,12 +383,11 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, train=train)
 
 
-def _layers_with(name: str, model: ModelConfig) -> range:
-    end = model.num_layers + model.mtp_depth
-    moe = range(model.num_dense_layers, end)
+def _layers_with(name: str, model: ModelConfig) -> Sequence[int]:
+    every, moe = range(model.num_layers + model.mtp_depth), moe_layers(model)
     having = {
-        "mlp": range(model.num_dense_layers),
-        "shared_experts": moe if model.shared_ffn_size else range(0),
-        "mla_up_proj": range(end if attention_facts(model).up else 0),
+        "mlp": [i for i in every if i not in moe],
+        "shared_experts": moe if model.shared_ffn_size else [],
+        "mla_up_proj": every if attention_facts(model).up else [],
     }
-    return having.get(name, moe if name.startswith("moe_") else range(end))
+    return having.get(name, moe if name.startswith("moe_") else every)

@@ -10,10 +10,10 @@ from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, MoEConfig, RopeScaling, RunConfig
 from graphmoe.plan.attention import (
     DELTA_NET_KEYS,
-    full_layers,
     is_hybrid,
     keys_of_other_scalings,
     keys_of_others,
+    masks_of_layers,
 )
 from graphmoe.plan.experts import EXPERT_KEYS
 from graphmoe.plan.plan import Plan
@@ -123,9 +123,9 @@ def _of_model(config: RunConfig) -> Iterator[_Unused]:
     if not model.num_experts:
         yield _Unused("model", EXPERT_KEYS, "with model.num_experts=0")
         return
-    windows = model.window > 0 and not full_layers(model)
-    if config.data.document_mask or windows or model.attention_sinks:
-        why = "with a document mask, a window in every layer, or sinks, which have kernels of their own"
+    masked = not masks_of_layers(model, seq_len_of(config))[0, 0]
+    if config.data.document_mask or masked or model.attention_sinks:
+        why = "with documents, windows or chunks in every layer, or sinks, which have kernels of their own"
         yield _Unused("model", ("attention_backend",), why)
     if not model.selection_bias:
         yield _Unused("model", ("bias_update_rate",), "with model.selection_bias=false")

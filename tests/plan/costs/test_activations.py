@@ -39,6 +39,11 @@ NORMS = (*GQA, "model.qk_norm=true", "model.shared_ffn_size=0")
 WHOLE = (*GQA, "model.qk_norm=true", "model.qk_norm_whole=true", "model.rotary_fraction=0.5")
 GATE = "model.shared_gate=true"
 BIASES = ("model.expert_bias=true", "model.router_bias=true", "model.swiglu_limit=7")
+SCALED = ("model.input_scaling=true", "model.top_k=1", "model.score_function=sigmoid")
+NOPE = (
+    *GQA, "model.num_layers=4", "model.moe_every=2", "model.qk_norm=true", "model.qk_norm_weight=false",
+    "model.nope_every=2", "model.attention_chunk=48", "model.attention_temperature_floor=32",
+)  # fmt: skip
 CASES: dict[str, Sequence[str]] = {
     "a dense and a MoE layer": (), "latent queries": LATENT, "grouped queries": GQA,
     "norms, without shared experts": NORMS, "multi-token prediction": ("model.mtp_depth=1", *GQA),
@@ -48,6 +53,16 @@ CASES: dict[str, Sequence[str]] = {
     "ep on a receive budget": (*GQA, *SYMM), "ep with replicas": (*GQA, *SYMM[:-1], "moe.balance=replicas"),
     "biases": (*GQA, *BIASES), "biases, ep": (TWO, "parallel.ep=2", *GQA, *BIASES),
     "biases, ep on a receive budget": (*GQA, *SYMM, *BIASES),
+    "scaled input": SCALED, "scaled input, ep": (TWO, "parallel.ep=2", *GQA, *SCALED),
+    "scaled input, ep on a receive budget": (*GQA, *SYMM, *SCALED), "8 bits, scaled input": (FP8, *SCALED),
+    "scaled input without shared experts": (*GQA, *SCALED, "model.shared_ffn_size=0"),
+    "8 bits, scaled input without shared experts": (FP8, *GQA, *SCALED, "model.shared_ffn_size=0"),
+    "scaled input in fp32": (*SCALED, "precision.compute=fp32"),
+    "scaled input, router again": (*GQA, *SCALED, "recompute.segments=[attn,moe_router]"),
+    "scaled input without shared experts, ep": (*GQA, *SYMM, *SCALED, "model.shared_ffn_size=0"),
+    "8 bits, scaled input, ep": (FP8, *SYMM, *SCALED),
+    "scaled input, norms again": ("recompute.ops=[layernorm]", *SCALED),
+    "layers without rotary embedding, each second of experts": (*NOPE, *SCALED),
     "every layer again": ("recompute.all=true",),
     "router and attention again": (*GQA, "recompute.segments=[attn,moe_router]"),
     "norms, attention and its heads again": ("recompute.ops=[layernorm,core_attn,mla_up_proj]",),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphmoe.plan.attention import full_layers, is_linear, keys_per_query, model_of_layer
+from graphmoe.plan.attention import is_linear, keys_per_query, masks_of_layers, model_of_layer
 from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.unused import without_effect
@@ -39,7 +39,7 @@ def test_each_nth_layer_and_those_of_later_tokens_attend():
     assert [is_linear(model, i) for i in range(6)] == [True, False, True, False, True, False]
     kinds = [model_of_layer(model, i).attention for i in range(6)]
     assert kinds == ["delta_net", "gqa", "delta_net", "gqa", "delta_net", "gqa"]
-    assert full_layers(model) == 2 and keys_per_query(model, 16) == 2 / 5 * 8
+    assert masks_of_layers(model, 16) == {(0, 0): 2} and keys_per_query(model, 16) == 2 / 5 * 8
 
 
 def test_sizes_of_a_state_have_no_effect_without_one_and_its_time_is_unknown():

@@ -360,7 +360,7 @@ def test_what_breaks_no_rule_is_taken():
 
 OF_EXPERTS = """
 model.top_k=3 model.expert_ffn_size=8 model.shared_ffn_size=0 model.score_function=sigmoid
-model.shared_gate=true
+model.shared_gate=true model.input_scaling=true model.moe_every=2
 model.softmax_after_topk=true model.renormalise=true model.routed_scale=2.0 model.num_groups=2
 model.expert_bias=true model.swiglu_limit=7.0 model.router_bias=true
 model.topk_groups=2 model.group_score=topk_sum model.selection_bias=true model.bias_update_rate=0.1

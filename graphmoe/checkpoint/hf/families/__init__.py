@@ -10,6 +10,7 @@ from graphmoe.checkpoint.hf.families import (
     glm4_moe,
     gpt_oss,
     llama,
+    llama4,
     minimax_m2,
     mixtral,
     qwen3_5_moe,
@@ -32,7 +33,7 @@ FAMILIES = (
     mixtral.MIXTRAL,
     bailing.BAILING, glm4_moe.GLM4_MOE,  # the same function without biases, which GLM-4.5 has
     minimax_m2.MINIMAX_M2,
-    gpt_oss.GPT_OSS,
+    gpt_oss.GPT_OSS, llama4.LLAMA4,
 )  # fmt: skip
 """Families in the order in which a model to write tries them, after ``model.hf_family``."""
 

@@ -134,8 +134,6 @@ _ALL_COUNT = "every token of a document counts in the loss"
 ANSWERS = {
     "q?lora|peft|adapters?": "there are no adapters: all weights are trained, from those of a folder with "
     "checkpoint.init_from=FOLDER",
-    r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"there is no training on answers alone: {_ALL_COUNT}; "
-    "checkpoint.init_from=FOLDER data=files goes on with weights on your text",
     r"reset_\w+|eod_mask_loss|doc\w*_mask": "data.document_mask=true keeps attention, positions and losses "
     "within a document",
     r"\w*masks?|ignore_index": f"there is no mask of answers: {_ALL_COUNT}; data.document_mask=true keeps "
@@ -145,15 +143,18 @@ ANSWERS = {
     "shampoo|soap|lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizers are optim=adamw "
     "and optim=muon; a rule of your own is optim.name=package.module:NAME",
     r"llama_?4\w*": "model=llama4_scout and llama4_maverick are the text models of Llama 4",
-    r"dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not there; those that "
-    "are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, Ling 2.0, MiniMax-M2, "
-    "gpt-oss, Llama 3 and Llama 4",
+    r"dbrx|grok|olmoe|jamba|hunyuan\w*": "this family is not there; those that "
+    "are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Qwen3-Next, Mixtral, GLM-4.5, Ling 2.0, "
+    "MiniMax-M2, gpt-oss, Llama 3 and Llama 4",
+    r"qwen3_next\w*": "model=qwen3_next_80b_a3b is there",
     r"gpt_?oss\w*": "model=gpt_oss_20b, gpt_oss_120b and gpt_oss_20b_mlperf are there",
     r"glm\w*": "model=glm_4_5_air is there",
     r"ling\w*": "model=ling_mini_2 and ling_flash_2 are there",
     r"minimax\w*": "model=minimax_m2 is there",
     r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "the dense families are Llama 3, as "
     "model=llama3_8b, and Qwen3, as model=qwen3_8b; others are not there",
+    r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"there is no training on answers alone: {_ALL_COUNT}; "
+    "checkpoint.init_from=FOLDER data=files goes on with weights on your text",
     r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "
     "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
     r"\w*offload\w*": "nothing is moved to the host's memory; recompute=all, parallel.dp_shard=fsdp2 and a "

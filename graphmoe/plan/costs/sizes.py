@@ -202,8 +202,8 @@ def refuse_unknown(config: RunConfig) -> None:
         )
     if is_hybrid(config.model):
         problems.append(
-            f"rates of model.linear_attention={config.model.linear_attention.value} are not measured; use "
-            f"model.linear_attention=none"
+            f"rates of model.linear_attention={config.model.linear_attention.value} are not measured, so "
+            f"that no model with it is projected"
         )
     if config.model.layer not in LAYERS.names:
         problems.append(f"model.layer={config.model.layer} saves unknown activations; use {LAYERS.names[0]}")

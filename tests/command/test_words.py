@@ -64,7 +64,7 @@ def composed_of(*words):
 
 
 def test_a_folder_gives_model_and_weights(folder, monkeypatch):
-    taken = replace(CONFIG, name="hf")
+    taken = replace(CONFIG, name="hf", hf_family="deepseek_v3")
     monkeypatch.chdir(folder.parent)
     for word in (f"model={folder}", f"--model={folder}/", f"{folder}", f"checkpoint.init_from={folder}"):
         assert composed_of(word) == (taken, str(folder)), word
@@ -84,7 +84,7 @@ def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
     hostile = {"train": {"steps": 9}, "auto_map": {"AutoConfig": "a.b"}, "attention": "os:x", "name": "${x}"}
     path.write_text(json.dumps(json.loads(path.read_text()) | hostile))
     folder.rename(tmp_path / "a $b")
-    assert composed_of(f"model='{tmp_path}/a $b/'")[0] == replace(CONFIG, name="a-b")
+    assert composed_of(f"model='{tmp_path}/a $b/'")[0] == replace(CONFIG, name="a-b", hf_family="deepseek_v3")
     convert(ConvertArgs(from_=tmp_path / "a $b", to=tmp_path / "own"))
     (option,) = (tmp_path / "own" / "model").iterdir()
     plain = option.read_text()

@@ -109,24 +109,24 @@ def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
     return None
 
 
-def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = False) -> Rewrites:
+def fp8_quantise(graph: fx.Graph, *, dispatched: bool = False, has_room: bool = False) -> Rewrites:
     """Decompose each `fp8_linear` and `fp8_mlp`, and their gradients, into quantizations and scaled GEMMs.
 
-    ``travels``: dispatch and combine's gradient send quantized rows. ``has_room``: the experts' input has
+    ``dispatched``: dispatch and combine's gradient send quantized rows. ``has_room``: the experts' input has
     more rows than were received; the last ones are uninitialized.
     """
     # duplicate quantizations stay until the joint graph is partitioned, which merges equal operations
     # (torch/_functorch/partitioners.py: config.cse)
     found, stored = calls(graph, *SPELT, ops.fp8_mlp, ops.fp8_mlp_grad), dict[tuple[Node, ...], Any]()
-    sent = calls(graph, *SENT) if travels else []
-    if travels:
+    sent = calls(graph, *SENT) if dispatched else []
+    if dispatched:
         _check_readers(graph, found)
     for call in sent:
         _put_results(call, _spelt(call, SENT))
     for call in found:
         given = [each for each in operands(call) if isinstance(each, Node)]
         recipe = next(each for each in operands(call) if each in FORMATS)
-        words = {"recipe": recipe, "carries": travels}
+        words = {"recipe": recipe, "carries": dispatched}
         if is_op(call, ops.fp8_mlp, ops.fp8_mlp_grad):
             at = 9 + is_op(call, ops.fp8_mlp_grad)
             words |= {

@@ -341,7 +341,7 @@ def _delta_net(model: ModelConfig) -> AttentionFacts:
         ),
         axes=("tp",),
         documents=True,
-        # before and after the convolution, the gate; then norms, decays and beta, of which some are fp32
+        # before and after the convolution, the gate; then norms, decays and beta, some of them in fp32
         kept=2 * (2 * keys + values) + values + 4 * model.linear_key_heads + 7 * heads,
         recurrence=heads * key * value * 6,
         keys=DELTA_NET_KEYS,

@@ -28,7 +28,7 @@ def fp8_passes(plan: Plan, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[str, An
     if EXPERTS in precision.fp8_products and not plain.experts:
         passes["fp8_experts"] = {"recipe": precision.fp8.value, "vendor": vendor}
         if vendor is None:
-            passes["fp8_quantise"] = {"travels": plan.fp8_rows, "has_room": plan.reads_peers}
+            passes["fp8_quantise"] = {"dispatched": plan.fp8_rows, "has_room": plan.reads_peers}
     return passes
 
 
@@ -71,8 +71,8 @@ def measured(
     ``experts`` makes the experts' benchmark case; None if they run in bf16 or vendor fp8. A forced fp8
     dispatch forces fp8 experts.
     """
-    precision, travels = plan.precision, plan.moe.dispatch_dtype is DispatchDtype.fp8
-    wanted = [*[EXPERTS] * (experts is not None and not travels), *dense]
+    precision, dispatched = plan.precision, plan.moe.dispatch_dtype is DispatchDtype.fp8
+    wanted = [*[EXPERTS] * (experts is not None and not dispatched), *dense]
     found = {name: known[name] for name in wanted if name in known}
     if precision.fp8_measure is Fp8Measure.none:
         return {}

@@ -25,7 +25,7 @@ PATHS = {"forward": E, "received": E, "planned": E, "a rank's experts": 3, "a ra
 
 
 def slots(local: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, routing weights and local experts, of which the fifth has none; -1 for other ranks' experts."""
+    """Tokens, weights and local experts, -1 for those of other ranks. The fifth expert has no token."""
     generator = torch.Generator().manual_seed(0)
     others = torch.tensor([e for e in range(E) if e != EMPTY])
     expert = torch.stack([others[torch.randperm(E - 1, generator=generator)[:K]] for _ in range(N)])

@@ -188,7 +188,7 @@ def test_what_has_no_counterpart_here_is_named(name, change, named):
     assert [part for part in named if part not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("name", ["gpt_oss_20b", "minimax_m2"])
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "minimax_m2", "llama4_scout", "qwen3_30b_a3b"])
 @pytest.mark.parametrize(
     "lists", [{}, {"layer_types": None, "attn_type_list": None}], ids=["given", "absent"]
 )
@@ -198,6 +198,19 @@ def test_a_number_of_layers_is_refused_before_lists_are_made(name, lists):
         read(PUBLISHED[name] | lists | {"num_hidden_layers": 2**31 - 1})
     assert tracemalloc.get_traced_memory()[1] < 1e7
     tracemalloc.stop()
+
+
+def test_a_model_of_two_families_is_written_as_the_one_that_it_names():
+    plain = replace(load_preset("qwen3_next_80b_a3b"), num_layers=4)
+    for name, written in (
+        ("", "qwen3_next"),
+        ("qwen3_5_moe_text", "qwen3_5_moe_text"),
+        ("mixtral", "qwen3_next"),
+    ):
+        family, raw = to_hf_config(replace(plain, hf_family=name))
+        assert family.name == written and read(raw).hf_family == written
+    with pytest.raises(ConfigError, match="^model.hf_family=qwen3_5 is none of deepseek_v2, "):
+        to_hf_config(replace(plain, hf_family="qwen3_5"))
 
 
 def test_windows_of_few_layers_are_those_of_transformers():

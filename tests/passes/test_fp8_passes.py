@@ -141,7 +141,7 @@ def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
     for node in joint.nodes:
         node.meta["custom"] = {"segment": "moe_experts"}
     with pytest.raises(ConfigError, match="fp8_experts left the experts as they are; use moe.dispatch_dtype"):
-        fp8_quantise(joint.graph.graph, travels=True)
+        fp8_quantise(joint.graph.graph, dispatched=True)
 
 
 def test_experts_of_other_sizes_are_left():

@@ -22,6 +22,10 @@ class Form(NamedTuple):
     block: int = 1
 
 
+# matrices stored [in, out]
+TRANSPOSED = Form(lambda w: w.mT, lambda w: w.mT)
+
+
 class Multimodal(NamedTuple):
     """Folders that have a family's text model beside other models."""
 

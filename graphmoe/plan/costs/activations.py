@@ -81,13 +81,13 @@ def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
 def _layer(sizes: Sizes, is_dense: bool, normed: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
     if is_dense:
         return _kept([*_attn(sizes, "mlp", normed), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
-    travels = sizes.layout.size("ep_etp") > 1
+    dispatched = sizes.layout.size("ep_etp") > 1
     shared_again = "shared_experts" in again | parts
-    tensors = [*_attn(sizes, "moe_router", normed), *_router(sizes, travels, shared_again)]
-    tensors += _shared(sizes, travels)
-    tensors += _travelling(sizes, "moe_experts" in again) if travels else _experts(sizes)
+    tensors = [*_attn(sizes, "moe_router", normed), *_router(sizes, dispatched, shared_again)]
+    tensors += _shared(sizes, dispatched)
+    tensors += _dispatched(sizes, "moe_experts" in again) if dispatched else _experts(sizes)
     tensors.append(Kept("moe_combine", sizes.state, ("next",)))
-    once = {"moe_dispatch", "moe_combine"} if travels else set[str]()
+    once = {"moe_dispatch", "moe_combine"} if dispatched else set[str]()
     return _kept(tensors, MOE_SEGMENTS, again - once, parts)
 
 
@@ -220,28 +220,28 @@ def _swiglu(sizes: Sizes, name: str, inner: int) -> Iterator[Kept]:
     yield from _read(sizes, name, rows, own, [d], name, name)
 
 
-def _router(sizes: Sizes, travels: bool, shared_again: bool) -> Iterator[Kept]:
+def _router(sizes: Sizes, dispatched: bool, shared_again: bool) -> Iterator[Kept]:
     model, tokens = sizes.model, sizes.tokens
-    readers = ("shared_experts", "moe_dispatch") if travels else ("shared_experts", "moe_experts")
+    readers = ("shared_experts", "moe_dispatch") if dispatched else ("shared_experts", "moe_experts")
     yield Kept("moe_router", 4 * tokens, part="layernorm")
-    reads = (not travels and "experts" not in sizes.fp8 and not model.input_scaling) or (
-        model.shared_ffn_size and not (_shares_in_fp8(sizes) and not (travels and shared_again))
+    reads = (not dispatched and "experts" not in sizes.fp8 and not model.input_scaling) or (
+        model.shared_ffn_size and not (_shares_in_fp8(sizes) and not (dispatched and shared_again))
     )
     reads = reads or model.shared_gate
-    if (not travels or model.shared_ffn_size) and (reads or sizes.element_bytes == 4):
+    if (not dispatched or model.shared_ffn_size) and (reads or sizes.element_bytes == 4):
         # dispatched tokens are an output of their unit: saved, whatever is recomputed
-        yield Kept("moe_router", sizes.state, readers, "" if travels else "layernorm")
-    if model.input_scaling and not travels:
+        yield Kept("moe_router", sizes.state, readers, "" if dispatched else "layernorm")
+    if model.input_scaling and not dispatched:
         in_8_bits = "experts" in sizes.fp8  # kept by the experts
         yield Kept("moe_router", 4 * tokens + (0 if in_8_bits else sizes.state), ("moe_experts",))
     if sizes.element_bytes != 4:
         yield Kept("moe_router", 4 * tokens * model.hidden_size, part="layernorm")
         yield Kept("moe_router", 4 * model.num_experts * model.hidden_size)
     yield Kept("moe_router", 4 * tokens * (model.num_experts + model.top_k))
-    if not travels:
+    if not dispatched:
         yield Kept("moe_router", 4 * tokens * model.top_k, ("moe_experts",))
-    plan = 8 * tokens * model.top_k * (sizes.layout.etp if travels else 1)
-    yield Kept("moe_preprocess", plan, ("moe_combine",) if travels else ("moe_experts",))
+    plan = 8 * tokens * model.top_k * (sizes.layout.etp if dispatched else 1)
+    yield Kept("moe_preprocess", plan, ("moe_combine",) if dispatched else ("moe_experts",))
 
 
 def _shares_in_fp8(sizes: Sizes) -> bool:
@@ -250,14 +250,14 @@ def _shares_in_fp8(sizes: Sizes) -> bool:
     return "shared_experts" in sizes.fp8 and model.shared_ffn_size > 0 and even
 
 
-def _shared(sizes: Sizes, travels: bool) -> Iterator[Kept]:
+def _shared(sizes: Sizes, dispatched: bool) -> Iterator[Kept]:
     model, name = sizes.model, "shared_experts"
     if model.shared_ffn_size:
         yield from _swiglu(sizes, name, model.shared_ffn_size)
     if model.shared_gate:  # the result before the gate
         yield Kept(name, sizes.state, part=name)
     in_8_bits = sizes.tokens * (model.hidden_size + ROWWISE.scale_bytes)
-    here = not travels and "experts" in sizes.fp8
+    here = not dispatched and "experts" in sizes.fp8
     if _shares_in_fp8(sizes) and sizes.layout.tp == 1:
         yield Kept(name, in_8_bits, part=name)
         here = here and model.input_scaling  # otherwise both read these
@@ -277,7 +277,7 @@ def _gate_up_bytes(sizes: Sizes, inner: int) -> int:
     return 2 * inner * sizes.element_bytes
 
 
-def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
+def _dispatched(sizes: Sizes, again: bool) -> Iterator[Kept]:
     model, (rows, slots) = sizes.model, sizes.room
     e, k, inner = sizes.element_bytes, model.top_k, model.expert_ffn_size // sizes.layout.etp
     in_fp8 = "experts" in sizes.fp8

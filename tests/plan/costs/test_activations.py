@@ -114,8 +114,8 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     kept = stage_activations(sizes, Recompute.of(run.recompute), whole)
     projected = sum(kept.values(), Counter())
     if run.parallel.ep > 1 and run.moe.dispatcher == "alltoall":
-        found["travels"] = sum(found.pop(name, 0) for name in TRAVELS)
-        projected["travels"] = sum(projected.pop(name, 0) for name in TRAVELS)
+        found["dispatched"] = sum(found.pop(name, 0) for name in TRAVELS)
+        projected["dispatched"] = sum(projected.pop(name, 0) for name in TRAVELS)
     for name in projected.keys() | found.keys() - {""}:
         assert projected[name] == pytest.approx(found[name], rel=TOLERANCE, abs=4_300), name
 

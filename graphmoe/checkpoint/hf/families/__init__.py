@@ -21,6 +21,7 @@ from graphmoe.checkpoint.hf.family import Family
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.checkpoint.hf.tensor_files import QUANTIZATIONS
 from graphmoe.config.choices import LAYERS
+from graphmoe.config.ranges import MANY_LAYERS
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.plan.attention import rotary_elements
 from graphmoe.plan.rules.model import model_problems
@@ -102,6 +103,9 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
 def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, list[str]]:
     keys = Keys(raw)
+    if keys.int("num_hidden_layers") > MANY_LAYERS.limit:  # families list the kinds of all layers
+        keys.refuse("num_hidden_layers", raw["num_hidden_layers"], f"at most {MANY_LAYERS.limit}")
+        return ModelConfig(name=name), keys.problems
     _check_quantization(family, keys)
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", *family.attention_bias)

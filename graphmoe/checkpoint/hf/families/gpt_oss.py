@@ -3,13 +3,12 @@
 Experts are stored as one tensor, [in, out] for each expert, with gate and up in alternate columns.
 """
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from graphmoe.checkpoint.hf.family import Family, Form, Piece
+from graphmoe.checkpoint.hf.family import TRANSPOSED, Family, Form, Piece
 from graphmoe.checkpoint.hf.grouped_query import attention_names, read_moe, write_moe
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.schema import AttentionBias, ModelConfig
@@ -50,10 +49,8 @@ def _read_windows(keys: Keys) -> dict[str, int]:
     layers, kinds = keys.int("num_hidden_layers"), keys.raw.get("layer_types")
     every = 2 if layers > 1 else 0
     if kinds is not None:
-        found = kinds if isinstance(kinds, list) else []
-        every = found.index(FULL) + 1 if FULL in found else 0
-        wanted = (FULL if every and (i + 1) % every == 0 else SLIDING for i in range(len(found)))
-        if len(found) != layers or any(map(operator.ne, found, wanted)):
+        every = kinds.index(FULL) + 1 if isinstance(kinds, list) and FULL in kinds else 0
+        if kinds != [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(layers)]:
             keys.refuse("layer_types", kinds, f"{layers} of {SLIDING}, each n-th {FULL}")
     if every == 1:
         return {"window": 0, "full_every": 0}
@@ -87,10 +84,9 @@ def _interleaved(apart: Tensor) -> Tensor:
 
 def _experts(config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
     gate_up = Form(lambda w: _apart(w).mT, lambda w: _interleaved(w.mT))
-    down = Form(lambda w: w.mT, lambda w: w.mT)
     yield Piece(f"{theirs}.gate_up_proj", f"{ours}.w_gate_up", form=gate_up)
     yield Piece(f"{theirs}.gate_up_proj_bias", f"{ours}.b_gate_up", form=Form(_apart, _interleaved))
-    yield Piece(f"{theirs}.down_proj", f"{ours}.w_down", form=down)
+    yield Piece(f"{theirs}.down_proj", f"{ours}.w_down", form=TRANSPOSED)
     yield Piece(f"{theirs}.down_proj_bias", f"{ours}.b_down")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphmoe.checkpoint.hf.family import Family, Form, Multimodal, Piece
+from graphmoe.checkpoint.hf.family import TRANSPOSED, Family, Form, Multimodal, Piece
 from graphmoe.checkpoint.hf.grouped_query import attention_names, read_attention, write_attention
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
@@ -90,13 +90,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
-    form = Form(_transposed, _transposed)
-    yield Piece(f"{theirs}.gate_up_proj", f"{ours}.w_gate_up", form=form)
-    yield Piece(f"{theirs}.down_proj", f"{ours}.w_down", form=form)
-
-
-def _transposed(w: Tensor) -> Tensor:
-    return w.mT
+    yield Piece(f"{theirs}.gate_up_proj", f"{ours}.w_gate_up", form=TRANSPOSED)
+    yield Piece(f"{theirs}.down_proj", f"{ours}.w_down", form=TRANSPOSED)
 
 
 def _row_forms(config: ModelConfig) -> dict[str, Form]:

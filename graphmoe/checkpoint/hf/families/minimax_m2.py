@@ -19,7 +19,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     keys.only("shared_intermediate_size", 0)
     keys.only("routed_scaling_factor", 1.0)
     layers, kinds = keys.int("num_hidden_layers"), keys.raw.get("attn_type_list")
-    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers == kinds.count(1)):
+    if kinds not in (None, [1] * layers):
         keys.refuse("attn_type_list", kinds, f"{layers} of 1, which is softmax attention")
     width, head = keys.int("intermediate_size"), keys.int("head_dim", default=128)
     fraction = keys.int("rotary_dim", default=head) / max(head, 1)

@@ -46,7 +46,7 @@ COMMANDS = {
 }
 """Commands of one file stand to the right of all rooms."""
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 314, 56_350, 43_035, 20
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 314, 56_350, 43_050, 20
 MAX_OF_ROOMS = {
     "ops": 10_110, "plan": 6_315, "training": 4_750, "runtime": 8_735, "bench": 2_370, "project": 1_705,
     "report trace pipeline_view web_page": 3_520, "checkpoint run": 4_875, "command": 1_620, "data": 2_400,

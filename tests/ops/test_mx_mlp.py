@@ -13,7 +13,7 @@ from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, quantise_mx
 from graphmoe.ops.fp8_blocks.reference import turned as turned_rows
 from graphmoe.ops.fp8_mlp import mx_launches as launches
 from graphmoe.ops.fp8_mlp.reference import BY_BLOCKS as by_torch
-from graphmoe.ops.fp8_mlp.reference import rows_of_experts
+from graphmoe.ops.fp8_mlp.reference import PLAIN, rows_of_experts
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
 from tests.ops.ahead_of_time import launches_of_layers
 from tests.ops.interpreted import KERNELS, device_of
@@ -92,7 +92,7 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
     h, live = h.to(device_of(backend)), int(plan.ends_E[-1])
     stored = h.new_empty(R, H, dtype=KIND), h.new_empty(R, H // MX_BLOCK, dtype=torch.uint8)
     of_tiles = h, None, plan.slot_R, plan.ends_E, *stored, None, None
-    launches._by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128)
+    launches._by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128, PLAIN)
     for found, wanted in zip(stored, quantise_mx(h), strict=True):
         same(found[:live], wanted[:live])
     token_R, table = plan.slot_R.long() // plan.row_TK.shape[1], row_tiles(plan.ends_E, R)(launches.BLOCK_R)

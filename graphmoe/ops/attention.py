@@ -7,7 +7,7 @@ head.
 import contextlib
 import functools
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphmoe.config.packages import VENDORS, is_installed, require_package
 from graphmoe.config.schema import AttentionBackend, ConfigError
-from graphmoe.ops import HALF_DTYPES, require_half
-from graphmoe.ops.flash4 import flash4
+from graphmoe.ops import HALF_DTYPES
+from graphmoe.ops.library_attention import library_attention
 
 log = logging.getLogger(__name__)
 KEY = "model.attention_backend"
 # their backward is deterministic if torch asks for that; the last takes any input
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_OF_NVIDIA = {AttentionBackend.flash4: "FlashAttention-4", AttentionBackend.te: "cuDNN by Transformer Engine"}
 FLASH_MAX_HEAD_DIM = 256  # largest head of torch's flash kernels
 # query and value heads; with (48, 32) version 4.0.0b36 returns wrong values on Hopper
 FLASH4_HEADS = (64, 64), (96, 96), (128, 128), (192, 128)
@@ -88,8 +89,8 @@ def _reason_against(
         return f"needs a GPU and the device is {device_type}"
     if backend is AttentionBackend.turbo and not is_rocm:
         return "is Primus-Turbo, which needs a ROCm build of torch"
-    if backend is AttentionBackend.flash4 and is_rocm:
-        return "is FlashAttention-4, which needs an NVIDIA GPU"
+    if backend in _OF_NVIDIA and is_rocm:
+        return f"is {_OF_NVIDIA[backend]}, which needs an NVIDIA GPU"
     if backend is AttentionBackend.flash4 and sizes not in FLASH4_HEADS:
         known = ", ".join(f"{head}/{value}" for head, value in FLASH4_HEADS)
         return f"is tested for query/value heads of {known}, not {sizes[0]}/{sizes[1]}"
@@ -160,55 +161,15 @@ def _groups_natively(q_BSHE: Tensor, v_BSGV: Tensor) -> bool:
     return q_BSHE.dtype in HALF_DTYPES and head_dim == v_BSGV.shape[-1] <= FLASH_MAX_HEAD_DIM
 
 
-def _turbo(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
-    require_half(KEY, "turbo", q_BSHE.dtype)
-    require_package(KEY, "turbo")
-    from primus_turbo.pytorch.ops import flash_attn_func  # type: ignore[import-not-found]
-
-    return flash_attn_func(
-        *(_in_bshd_memory(x) for x in (q_BSHE, k_BSGE, v_BSGV)),
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+def _library(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    # their kernels take heads of multiples of 8; padding is dropped again
+    q, k, padded_v = (pad_heads(x, x.shape[-1]) for x in (q, k, v))
+    return library_attention(backend, q, k, padded_v, scale)[0][..., : v.shape[-1]]
 
 
-def _in_bshd_memory(x_BSHE: Tensor) -> Tensor:
-    # Primus-Turbo derives the layout from the order of strides, which must be one for q, k and v
-    batch, seq, head, element = x_BSHE.stride()
-    return x_BSHE if element == 1 and batch >= seq >= head else x_BSHE.contiguous()
-
-
-def _te(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
-    H, E = q_BSHE.shape[2:]
-    G, V = v_BSGV.shape[2:]
-    attention = _te_module(H, G, E, V, scale, torch.are_deterministic_algorithms_enabled())
-    out_BSX = attention(query_layer=q_BSHE, key_layer=k_BSGE, value_layer=v_BSGV)
-    return out_BSX.unflatten(-1, (H, V))
-
-
-@functools.cache
-def _te_module(H: int, G: int, E: int, V: int, scale: float, deterministic: bool) -> Any:
-    require_package(KEY, "te")
-    # ``deterministic`` is only part of the cache key: the module reads torch's switch when it is built
-    from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
-
-    return DotProductAttention(
-        num_attention_heads=H,
-        kv_channels=E if E == V else (E, V),
-        num_gqa_groups=G,
-        attention_dropout=0.0,
-        qkv_format="bshd",
-        attn_mask_type="causal",
-        softmax_scale=scale,
-    )
-
-
-_RUN = {
+_LIBRARIES = AttentionBackend.flash4, AttentionBackend.turbo, AttentionBackend.te
+_RUN: dict[AttentionBackend, Callable[..., Tensor]] = {
     AttentionBackend.sdpa: _sdpa,
     AttentionBackend.padded_flash: _padded_flash,
-    AttentionBackend.flash4: flash4,
-    AttentionBackend.turbo: _turbo,
-    AttentionBackend.te: _te,
+    **{backend: functools.partial(_library, backend) for backend in _LIBRARIES},
 }

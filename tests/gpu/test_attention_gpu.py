@@ -13,7 +13,8 @@ from graphmoe.ops.masked_attention import attention
 from tests.gpu.sleeping import capture, syncs_are_errors
 from tests.ops import test_attention as cases
 from tests.ops import test_masked_attention as masked
-from tests.ops.test_attention import assert_matches_reference, forward_and_gradients, reference_attention
+from tests.ops.attention_fakes import reference_attention
+from tests.ops.test_attention import assert_matches_reference, forward_and_gradients
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 IS_ROCM = torch.version.hip is not None

@@ -10,7 +10,7 @@ import torch
 from graphmoe.config.schema import ModelConfig, RopeScaling
 from graphmoe.model.attention import LATENT_NORM_EPS, build_attention, rope_tables
 from graphmoe.plan.attention import attention_facts
-from tests.ops.test_attention import reference_attention
+from tests.ops.attention_fakes import reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S = 2, 19

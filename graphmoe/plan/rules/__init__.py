@@ -31,7 +31,6 @@ RULES = (
     run.data_rules,
     run.unread_data_rules,
     run.checkpoint_rules,
-    run.compile_rules,
     run.precision_rules,
     run.graph_rules,
     run.recompute_rules,

@@ -12,7 +12,6 @@ from graphmoe.config.choices import FP8_PRODUCTS, SOURCES
 from graphmoe.config.formats import FORMATS
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import (
-    AttentionBackend,
     ConfigError,
     DataConfig,
     DpShard,
@@ -159,15 +158,6 @@ def checkpoint_rules(config: RunConfig) -> Iterator[str]:
         yield (
             "checkpoint.init_from takes weights only and checkpoint.resume_from the whole state; "
             "use one of the two"
-        )
-
-
-def compile_rules(config: RunConfig) -> Iterator[str]:
-    backend = config.model.attention_backend
-    if config.compile.enabled and backend in (AttentionBackend.turbo, AttentionBackend.te):
-        yield (
-            f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
-            f"auto or sdpa, or compile.enabled=false on a GPU"
         )
 
 

@@ -90,7 +90,6 @@ model.num_groups=3 | does not divide model.num_experts=8; use one of [1, 2, 4, 8
 model.num_groups=2 model.topk_groups=3 | exceeds model.num_groups=2; use 1 to 2
 model.num_groups=8 model.topk_groups=1 | leaves 1 experts for model.top_k=2; use topk_groups=2
 data.bpe_vocab_size=5000 | data.bpe_vocab_size=5000 must be from 300 to model.vocab_size=4096
-model.attention_backend=te | use auto or sdpa, or compile.enabled=false
 data.bpe_vocab_size=299 | data.bpe_vocab_size=299 must be from 300
 model.vocab_size=299 | data.bpe_vocab_size=4096 must be from 300 to model.vocab_size=299
 data.source=files data.tokenizer=t | data.source=files needs data.paths, e.g. 'data.paths=[

@@ -144,7 +144,7 @@ class ExpertPlan:
     """Why experts cannot be replicated; None if they can."""
     keeps_replicas: bool
     """True if replica weights are saved for the backward."""
-    brings_weights: bool
+    sends_weights: bool
     """True if exchanges of tokens send replica weights too, and the op of pass fuse_experts reads these."""
 
 
@@ -177,7 +177,7 @@ def experts_of(config: RunConfig) -> ExpertPlan:
         no_replicas=no_replicas,
         # fp8 reads other copies, and a recomputing backward fetches the weights again anyway
         keeps_replicas=(moe.replica_keep or not fused) and not (in_fp8 or recomputed),
-        brings_weights=balance is Balance.replicas and fused and not in_fp8 and reads_sent,
+        sends_weights=balance is Balance.replicas and fused and not in_fp8 and reads_sent,
     )
 
 

@@ -123,7 +123,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     if plan.pipeline and plan.splits_backward and not plan.compile.enabled:
         log.warning(
             "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "
-            "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
+            "gradients are computed with those of inputs, and ranks wait longer; use compile.enabled=true",
             plan.pipeline.table.schedule,
         )
     if ranks.is_first and (slower := run_slower_than_1f1b(plan.config, plan.layout)):

@@ -80,11 +80,12 @@ class Layout:
         ring = config.cp > 1 and config.cp_method is ContextMethod.ring
         layout = cls(dp, config.tp, config.cp, config.pp, config.ep, config.etp, ring)
         stage, experts = layout.size("stage"), config.ep * config.etp
+        valid = ", ".join(map(str, divisors(stage)))
         if stage % experts:
             raise ConfigError(
                 f"parallel.ep={config.ep} * parallel.etp={config.etp} = {experts} does not divide the "
-                f"{stage} ranks of a pipeline stage (dp={dp} * cp={config.cp} * tp={config.tp}); "
-                f"use ep * etp of {', '.join(map(str, divisors(stage)))}"
+                f"{stage} ranks of a pipeline stage (parallel.dp={dp} * parallel.cp={config.cp} * "
+                f"parallel.tp={config.tp}); use parallel.ep * parallel.etp of {valid}"
                 + (f", or launch.nproc={experts * config.pp}" if stage < experts else "")
             )
         return layout

@@ -126,6 +126,7 @@ USUAL_NAMES = {
     **dict.fromkeys(("max_tokens", "num_tokens"), "train.tokens"),
     **dict.fromkeys(("seq_length", "sequence_length"), "data.seq_len"),
     "intermediate_size": "model.dense_ffn_size", "num_hidden_layers": "model.num_layers",
+    "full_attention_interval": "model.full_every",
     "max_position_embeddings": "model.context_length", "num_attention_heads": "model.num_heads",
     **dict.fromkeys(("qkv_bias", "add_qkv_bias"), "model.attention_bias"),
 }  # fmt: skip

@@ -80,8 +80,8 @@ class Layout:
         ring = config.cp > 1 and config.cp_method is ContextMethod.ring
         layout = cls(dp, config.tp, config.cp, config.pp, config.ep, config.etp, ring)
         stage, experts = layout.size("stage"), config.ep * config.etp
-        valid = ", ".join(map(str, divisors(stage)))
         if stage % experts:
+            valid = ", ".join(map(str, divisors(stage)))
             raise ConfigError(
                 f"parallel.ep={config.ep} * parallel.etp={config.etp} = {experts} does not divide the "
                 f"{stage} ranks of a pipeline stage (parallel.dp={dp} * parallel.cp={config.cp} * "

@@ -153,6 +153,7 @@ def test_a_word_for_a_thing_gets_an_answer_about_the_thing():
         "data.reset_attention_mask=true": "data.document_mask=true keeps attention, positions and losses",
         "model.sliding_window=16": "model.window=128 with model.attention=gqa",
         "model.num_hidden_layers=2": "did you mean 'model.num_layers'",
+        "model.full_attention_interval=0": "did you mean 'model.full_every'",
         "deepspeed=ds.json": "parallel.dp_shard=fsdp2",
         "zero3=true": "parallel.dp_shard=fsdp2",
         "parallel.dp_shard=zero3": "expected one of [zero1, fsdp2]; parallel.dp_shard=zero1, the default",

@@ -304,6 +304,7 @@ optim.schedule=constant optim.min_lr_ratio=0.5 | optim.min_lr_ratio=0.5 NO optim
 model.aux_loss=none model.aux_loss_coef=0.02 | model.aux_loss_coef=0.02 NO model.aux_loss=none;
     model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off
 model.aux_loss=none model.aux_loss_coef=0
+model.hf_family=qwen3_next model.aux_loss=none model.aux_loss_coef=0.02
 SYMM moe.replica_slots=2 | moe.replica_slots=2 NO moe.balance=none: auto makes no replicas without the pass
 model.peak_lr=9e-4 | optim.lr=0.01 is 11 times the 0.0009 that suits model=mini; model.peak_lr=
 model.peak_lr=2e-3

@@ -176,13 +176,13 @@ def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int
     return whole
 
 
-def ranks_of_axes(sizes: Mapping[str, int]) -> str:
+def ranks_of_axes(sizes: Mapping[str, int], *, has_experts: bool) -> str:
     """Return, as text, the sizes of the parallel axes of dense parts, then of those of experts."""
     dense, experts = (
         " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
         for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
     )
-    return f"ranks of all that is dense: {dense}; of experts: {experts}"
+    return f"ranks of all that is dense: {dense}; of experts: {experts}" if has_experts else f"ranks: {dense}"
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

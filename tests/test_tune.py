@@ -255,7 +255,7 @@ def test_it_ends_with_the_time(tuned, monkeypatch):
         ("launch.nodes=2", "launch.nodes=2: jobs train on this node only; leave it out"),
         ("hardware=h20", "hardware=h20 is not known"),
         ("try_fp8=true precision.fp8=none", "try_fp8=true tries precision.fp8=none and rowwise"),
-        ("train.micro_batch_size=3", "the configuration cannot run"),
+        ("train.micro_batch_size=3", "error: train.global_batch_size="),
         ("minuts=3", "unknown key 'minuts'; did you mean 'minutes'?"),
         ("-m", "-m: this tool takes one run"),
     ],

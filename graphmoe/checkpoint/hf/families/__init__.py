@@ -71,11 +71,8 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
     config, problems = _read(family, raw, name)
     config.hf_family = family.name
     if problems:
-        lines = [
-            f"{where} cannot be represented:",
-            *(_in_its_keys(line, family, config, raw) for line in problems),
-        ]
-        raise ConfigError("\n  ".join(lines))
+        lines = (_in_its_keys(line, family, config, raw) for line in problems)
+        raise ConfigError(f"{where}: " + "\n  ".join(lines))
     return family, config
 
 

@@ -35,6 +35,9 @@ EXPERT_KEYS = (
     "bias_update_rate", "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
+TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
+TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
+"""Keys of ``model`` that config.json lacks, or that only training uses."""
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"
 # A rank may exceed its share by 1/SLACK before replication: computing is faster than sending weights

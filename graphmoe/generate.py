@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"tokens={args.tokens} must be greater than 0")
     if not 0 <= args.temperature < math.inf:
         raise ConfigError(f"temperature={args.temperature} must be 0 or greater")
-    from graphmoe.run.stored import read_stored_run
+    from graphmoe.run.stored import read_stored_run, run_tokenizer
 
     _, run = read_stored_run(args.run)
     if not (args.run / TOKENIZER_FILE).is_file():
@@ -66,6 +66,11 @@ def main(argv: list[str]) -> None:
         model, step = load_model(args.run, config, _device(args.device, config), args.step)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
+    if run.data.document_mask:  # the last document of a prompt attends to itself only, as in training
+        path, end, _ = run_tokenizer(args.run)
+        if end is None:
+            raise ConfigError(f"{path} has no end-of-document token, which data.document_mask=true needs")
+        model.mask_documents(end)
     pieces = generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed)
     document = {"run": str(args.run), "step": step, "prompt": args.prompt}
     if args.format is OutputFormat.text:

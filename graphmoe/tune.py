@@ -76,8 +76,8 @@ IMPLIED = {"graph": {"graph.scope"}, "recompute": {"recompute.all", "recompute.o
 """Keys that are fixed with any key of their section."""
 RATE = "tokens_per_s_per_gpu"
 COLUMNS = (
-    "row: {number} | candidate: {name} | tokens/s/GPU: {tokens_per_s_per_gpu:,.0f} | GiB: {gib:.1f} | "
-    "wall: {wall} | gain: {gain:+.1%} | tried because: {why}"
+    "row: {number} | candidate: {name} | tokens/s/GPU: {tokens_per_s_per_gpu:,.0f} | of its jobs: {range} | "
+    "GiB: {gib:.1f} | wall: {wall} | gain: {gain:+.1%} | tried because: {why}"
 )
 VARIED = {"graph", "moe", "parallel", "pipeline", "precision", "recompute", "train"}
 """Sections of the keys that candidates change."""
@@ -98,6 +98,7 @@ class StoredRow(TypedDict):
     seconds: list[float]
     error: str | None
     tokens_per_s_per_gpu: NotRequired[float]
+    range: NotRequired[str]
     gib: NotRequired[float]
     gain: NotRequired[float]
     wall: NotRequired[Literal["memory", "exchange", "host", "compute"]]
@@ -307,6 +308,7 @@ class Tuning:
             row |= trained(self.config, words, max(self.ends - started, LIMIT_S))
             row["rates"].append(row[RATE])
             row[RATE] = statistics.median(row["rates"])
+            row["range"] = f"{min(row['rates']):,.0f} to {max(row['rates']):,.0f}"
         except Exception as error:  # whatever a job, its trace or the system may raise
             if row["rates"]:  # a repeat, which does not undo what was measured
                 log.warning("row %d failed when it was repeated: %s", row["number"], reason(error))
@@ -369,7 +371,7 @@ def written(path: Path, command: str, document: dict[str, Any]) -> list[str]:
         for unit, key in (("tokens/s/GPU", RATE), ("GiB", "gib"))
     ]
     head, _, *cells = [line[2:-2].split(" | ") for line in lines[:-1]]
-    content = grid(charts) + table(head, cells, numbers_from=2, numbers_to=4)
+    content = grid(charts) + table(head, cells, numbers_from=2, numbers_to=5)
     header = paragraph(f"`{command}`") + paragraph(f"Fastest: `{fastest}`")
     title = f"graphmoe: tuned on {document['num_ranks']} x {document['device']}"
     write_page(path, title, header, [("", content)])

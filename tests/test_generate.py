@@ -1,5 +1,6 @@
 """Text from a trained run's folder."""
 
+import re
 import shutil
 
 import pytest
@@ -12,10 +13,12 @@ from graphmoe.generate import load_model, main
 from graphmoe.model.build import build_model
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
+from graphmoe.run.stored import run_tokenizer
 from graphmoe.run.weights import run_config
 from graphmoe.runtime.dispatch.symm import Symm
 from graphmoe.training.evaluation import generate, model_of_one_rank
 from tests.runs import TINY, assert_same_state, command, config, document_of, refusal, train_in
+from tests.tolerances import relative_error
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,19 @@ def test_the_prompt_is_continued_the_same_way_for_the_same_seed(run_folder, caps
     first = shown(capsys, *words)
     assert first.startswith("the loss") and len(first) > len("the loss\n")
     assert shown(capsys, *words) == first != shown(capsys, *words, "seed=1")
+
+
+def test_a_document_before_that_of_the_prompt_is_masked_as_in_training(run_folder, tmp_path, monkeypatch):
+    masked, config = shutil.copytree(run_folder, tmp_path / "run"), tmp_path / "run" / "resolved.yaml"
+    config.write_text(re.sub("document_mask: false", "document_mask: true", config.read_text()))
+    end, seen = run_tokenizer(masked)[2], []
+    pick = "graphmoe.training.evaluation._pick"
+    monkeypatch.setattr(pick, lambda logits_V, *_: seen.append(logits_V) or logits_V.argmax())
+    for folder in (run_folder, masked):
+        for before in ("", f"of{end}"):
+            main([f"run={folder}", f"prompt={before}the loss", "tokens=1"])
+    alone, *others = seen
+    assert [relative_error(logits_V, alone) < 1e-4 for logits_V in others] == [False, True, True]
 
 
 def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_folder, trained, capsys):

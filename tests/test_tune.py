@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -95,6 +96,10 @@ def test_the_climb_reaches_the_best_by_walls_and_stops(tuned, tmp_path):
     }  # not layer after it
     assert len(found.jobs) == len(rows) + 2 * tune.ROUNDS
     assert len({row["name"] for row in rows}) == len(rows) < 16
+    ranges = re.findall(r"\| ([\d,]+) \| ([\d,]+) to ([\d,]+) \|", found.out)
+    assert len(ranges) == sum(not row["error"] for row in rows) and all(
+        low <= high for _, low, high in ranges
+    )
     command = found.document["winner"]
     assert command in found.out and "data=synthetic" in command and "optim.lr" not in command
     page = (tmp_path / "out" / "tune.html").read_text()
@@ -255,7 +260,7 @@ def test_it_ends_with_the_time(tuned, monkeypatch):
         ("launch.nodes=2", "launch.nodes=2: jobs train on this node only; leave it out"),
         ("hardware=h20", "hardware=h20 is not known"),
         ("try_fp8=true precision.fp8=none", "try_fp8=true tries precision.fp8=none and rowwise"),
-        ("train.micro_batch_size=3", "the configuration cannot run"),
+        ("train.micro_batch_size=3", "error: train.global_batch_size="),
         ("minuts=3", "unknown key 'minuts'; did you mean 'minutes'?"),
         ("-m", "-m: this tool takes one run"),
     ],

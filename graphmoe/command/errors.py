@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 import graphmoe.conf
 from graphmoe.config.arguments import near_path
 from graphmoe.config.packages import PLUGINS
-from graphmoe.config.ranges import OWN_CODE, OneOf, field_of, fields_of, type_rules
+from graphmoe.config.ranges import NEED_GPU, OWN_CODE, OneOf, field_of, fields_of, type_rules
 from graphmoe.config.schema import RunConfig
 
 CONF = Path(graphmoe.conf.__path__[0])
@@ -110,6 +110,7 @@ def _misfit(key: str, cause: BaseException, where: str) -> str:
     text = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     if "ListConfig" in text:
         text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
+    text = re.sub(rf"\b({'|'.join(NEED_GPU)})(?=[],])", r"\1 (on a GPU)", text)  # in a list of choices
     return f"{key} {where}: {text}"
 
 
@@ -126,6 +127,7 @@ USUAL_NAMES = {
     **dict.fromkeys(("max_tokens", "num_tokens"), "train.tokens"),
     **dict.fromkeys(("seq_length", "sequence_length"), "data.seq_len"),
     "intermediate_size": "model.dense_ffn_size", "num_hidden_layers": "model.num_layers",
+    "full_attention_interval": "model.full_every",
     "max_position_embeddings": "model.context_length", "num_attention_heads": "model.num_heads",
     **dict.fromkeys(("qkv_bias", "add_qkv_bias"), "model.attention_bias"),
 }  # fmt: skip

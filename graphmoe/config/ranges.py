@@ -50,6 +50,7 @@ INT32 = AtMost(2**31 - 1)
 FP32, PATH = Mark.fp32, Mark.path
 LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_BELOW_ONE = 1 - 2**-24
+NEED_GPU = ("triton", "turbo", "te", "nvshmem", "deepep", "padded_flash", "flash4")
 OWN_CODE = re.compile(r"[\w.]+:\w+")
 
 Count = Annotated[int, POSITIVE]
@@ -160,7 +161,8 @@ def range_rules(field: SchemaField) -> Iterator[str]:
 def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
     module, dot, name = value.rpartition(".")
     own = f"{module}:{name}" if dot else "package.module:NAME"
-    ours = f"one of {', '.join(names)}, or " if names else ""
+    known = ", ".join(f"{name} (on a GPU)" if name in NEED_GPU else name for name in names)
+    ours = f"one of {known}, or " if known else ""
     return f"{key}={value}: there is no such choice; use {ours}{own} for code of your own"
 
 

@@ -138,9 +138,9 @@ class MoELayer(nn.Module):
             return
         slots = self.moe_replicas.replica_slots if self.moe_replicas else 0
         # some dispatchers send replica weights along with the rows
-        along = self.moe_experts if self._brings_weights(dispatcher) else None
+        along = self.moe_experts if self._sends_weights(dispatcher) else None
         dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down) + slots, along)
-        again = along if self._brings_weights(dispatcher, again=True) else None
+        again = along if self._sends_weights(dispatcher, again=True) else None
         back = CombineSegment(dispatcher, self.shared_experts is not None, again)
         self._paths[dispatcher] = dispatch, back
 
@@ -185,10 +185,10 @@ class MoELayer(nn.Module):
         # without a capacity shapes depend on the routing, so the segment cannot be captured
         dynamic = dispatcher.capacity is None
         preprocess = self.moe_replicas or self.moe_preprocess
-        along = REPLICAS[1:] if self._brings_weights(dispatcher) else ()
+        along = REPLICAS[1:] if self._sends_weights(dispatcher) else ()
         experts = REPLICAS[0] if self.moe_replicas else "experts"
         reads = (self.experts_read, "weight", experts, *SEND_PLAN, *along)
-        again = along if self._brings_weights(dispatcher, again=True) else ()
+        again = along if self._sends_weights(dispatcher, again=True) else ()
         back = ("x", "routed", *SEND_PLAN, *dispatcher.handle, *again)
         on_the_way = functools.partial(piece, stream="comm", dynamic=dynamic)
         return [
@@ -200,10 +200,10 @@ class MoELayer(nn.Module):
         ]
 
     @staticmethod
-    def _brings_weights(dispatcher: Dispatcher, *, again: bool = False) -> bool:
+    def _sends_weights(dispatcher: Dispatcher, *, again: bool = False) -> bool:
         # whether replica weights are sent with the rows; again: in the backward too
         kept = again and getattr(dispatcher, "keeps_weights", False)
-        return not kept and getattr(dispatcher, "brings_weights", False)
+        return not kept and getattr(dispatcher, "sends_weights", False)
 
     def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
         reads = (self.experts_read, "weight", "experts", *SEND_PLAN)

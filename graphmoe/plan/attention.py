@@ -71,6 +71,11 @@ def attention_facts(model: ModelConfig) -> AttentionFacts:
     return look_up(FACTS, model.attention, "model.attention", attribute="facts")(model)
 
 
+def no_effect(given: str, because: str, use: str) -> str:
+    """Return the error that a key of ``model`` has no effect: key=value, that which rules it out, a value."""
+    return f"model.{given} has no effect with model.{because}; use model.{given.partition('=')[0]}={use}"
+
+
 def is_hybrid(model: ModelConfig) -> bool:
     return model.linear_attention is not LinearAttention.none
 
@@ -172,13 +177,13 @@ def _latent(model: ModelConfig) -> AttentionFacts:
         if 0 < model.rotary_fraction < 1:
             yield (
                 f"model.rotary_fraction={model.rotary_fraction:g} applies to model.attention=gqa only; use "
-                "rotary_fraction=1.0"
+                "model.rotary_fraction=1.0"
             )
         for key in GROUPED_OPTIONS:
             value, usual = getattr(model, key), getattr(default, key)
             if value != usual and (isinstance(value, str | bool) or value > 0):
-                how = (f"{key}={str(each).lower()}" for each in (value, usual))
-                yield f"model.{next(how)} applies to model.attention=gqa only; use {next(how)}"
+                how = (f"model.{key}={str(each).lower()}" for each in (value, usual))
+                yield f"{next(how)} applies to model.attention=gqa only; use {next(how)}"
 
     return AttentionFacts(
         head,
@@ -219,11 +224,11 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
                 f"model.head_dim={head}; use 1, or n / {head} with an even n"
             )
         if model.qk_norm_whole and not model.qk_norm:
-            yield "model.qk_norm_whole=true has no effect with model.qk_norm=false; use qk_norm_whole=false"
+            yield no_effect("qk_norm_whole=true", "qk_norm=false", "false")
         if is_hybrid(model):
             yield from _delta_net_problems(model)
         elif model.full_every and not model.window:
-            yield f"model.full_every={model.full_every} has no effect with model.window=0; use full_every=0"
+            yield no_effect(f"full_every={model.full_every}", "window=0", "0")
         elif model.full_every and not 2 <= model.full_every <= model.num_layers:
             yield (
                 f"model.full_every={model.full_every} must be 0 or 2 to model.num_layers={model.num_layers}; "
@@ -234,7 +239,7 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
             if head > MAX_MASKED_HEAD and (value := getattr(model, key)):
                 yield (
                     f"model.{key}={value} has kernels for heads up to {MAX_MASKED_HEAD}, and "
-                    f"model.head_dim={head}; use {key}=0, or head_dim={MAX_MASKED_HEAD}"
+                    f"model.head_dim={head}; use model.{key}=0, or model.head_dim={MAX_MASKED_HEAD}"
                 )
 
     return AttentionFacts(
@@ -269,13 +274,13 @@ def _without_rotary_problems(model: ModelConfig) -> Iterator[str]:
         model.nope_every, model.attention_temperature_floor, model.attention_temperature_scale,
     )  # fmt: skip
     if not model.qk_norm_weight and not model.qk_norm:
-        yield "model.qk_norm_weight=false has no effect with model.qk_norm=false; use qk_norm_weight=true"
+        yield no_effect("qk_norm_weight=false", "qk_norm=false", "true")
     if not model.qk_norm_weight and model.qk_norm_whole:
         yield "model.qk_norm_whole=true has weights, and model.qk_norm_weight=false none; use one of them"
     if model.attention_chunk and model.window:
         yield (
             f"model.attention_chunk={model.attention_chunk} and model.window={model.window} both limit the "
-            "keys; use attention_chunk=0 or window=0"
+            "keys; use model.attention_chunk=0 or model.window=0"
         )
     if every and not 2 <= every <= model.num_layers:
         yield (
@@ -283,16 +288,11 @@ def _without_rotary_problems(model: ModelConfig) -> Iterator[str]:
             "layer would have rotary embedding"
         )
     if floor and not every:
-        yield (
-            f"model.attention_temperature_floor={floor} has no effect with model.nope_every=0; use "
-            "attention_temperature_floor=0"
-        )
+        yield no_effect(f"attention_temperature_floor={floor}", "nope_every=0", "0")
     usual = type(model).attention_temperature_scale
     if scale != usual and not floor:
-        yield (
-            f"model.attention_temperature_scale={scale:g} has no effect with "
-            f"model.attention_temperature_floor=0; use attention_temperature_scale={usual:g}"
-        )
+        given = f"attention_temperature_scale={scale:g}"
+        yield no_effect(given, "attention_temperature_floor=0", f"{usual:g}")
 
 
 DELTA_NET_KEYS = (
@@ -307,7 +307,7 @@ def _delta_net_problems(model: ModelConfig) -> Iterator[str]:
         below = values - values % keys
         yield (
             f"model.linear_value_heads={values} is not a multiple of model.linear_key_heads={keys}; "
-            f"use linear_value_heads={below or keys}"
+            f"use model.linear_value_heads={below or keys}"
         )
     for key in ("linear_key_head_dim", "linear_value_head_dim"):
         if (size := getattr(model, key)) not in LINEAR_HEADS:
@@ -319,7 +319,7 @@ def _delta_net_problems(model: ModelConfig) -> Iterator[str]:
             f"{kind}, so that there are layers of both kinds"
         )
     if model.window:
-        yield f"model.window={model.window} has no layer to apply to with {kind}; use window=0"
+        yield f"model.window={model.window} has no layer to apply to with {kind}; use model.window=0"
 
 
 def _delta_net(model: ModelConfig) -> AttentionFacts:

@@ -35,6 +35,9 @@ EXPERT_KEYS = (
     "bias_update_rate", "aux_loss", "aux_loss_coef", "z_loss_coef", "mtp_depth", "mtp_loss_weight",
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
+TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
+TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
+"""Keys of ``model`` that config.json lacks, or that only training uses."""
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"
 # A rank may exceed its share by 1/SLACK before replication: computing is faster than sending weights
@@ -144,7 +147,7 @@ class ExpertPlan:
     """Why experts cannot be replicated; None if they can."""
     keeps_replicas: bool
     """True if replica weights are saved for the backward."""
-    brings_weights: bool
+    sends_weights: bool
     """True if exchanges of tokens send replica weights too, and the op of pass fuse_experts reads these."""
 
 
@@ -177,7 +180,7 @@ def experts_of(config: RunConfig) -> ExpertPlan:
         no_replicas=no_replicas,
         # fp8 reads other copies, and a recomputing backward fetches the weights again anyway
         keeps_replicas=(moe.replica_keep or not fused) and not (in_fp8 or recomputed),
-        brings_weights=balance is Balance.replicas and fused and not in_fp8 and reads_sent,
+        sends_weights=balance is Balance.replicas and fused and not in_fp8 and reads_sent,
     )
 
 

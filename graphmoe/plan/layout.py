@@ -81,10 +81,11 @@ class Layout:
         layout = cls(dp, config.tp, config.cp, config.pp, config.ep, config.etp, ring)
         stage, experts = layout.size("stage"), config.ep * config.etp
         if stage % experts:
+            valid = ", ".join(map(str, divisors(stage)))
             raise ConfigError(
                 f"parallel.ep={config.ep} * parallel.etp={config.etp} = {experts} does not divide the "
-                f"{stage} ranks of a pipeline stage (dp={dp} * cp={config.cp} * tp={config.tp}); "
-                f"use ep * etp of {', '.join(map(str, divisors(stage)))}"
+                f"{stage} ranks of a pipeline stage (parallel.dp={dp} * parallel.cp={config.cp} * "
+                f"parallel.tp={config.tp}); use parallel.ep * parallel.etp of {valid}"
                 + (f", or launch.nproc={experts * config.pp}" if stage < experts else "")
             )
         return layout
@@ -175,13 +176,13 @@ def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int
     return whole
 
 
-def ranks_of_axes(sizes: Mapping[str, int]) -> str:
+def ranks_of_axes(sizes: Mapping[str, int], *, has_experts: bool) -> str:
     """Return, as text, the sizes of the parallel axes of dense parts, then of those of experts."""
     dense, experts = (
         " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
         for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
     )
-    return f"ranks of all that is dense: {dense}; of experts: {experts}"
+    return f"ranks of all that is dense: {dense}; of experts: {experts}" if has_experts else f"ranks: {dense}"
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

@@ -12,8 +12,11 @@ from graphmoe.ops.timing import FLUSH_BYTES
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
 from graphmoe.plan.costs.sizes import refuse_unknown
-from graphmoe.plan.layout import Layout
+from graphmoe.plan.experts import has_experts
+from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.plan import Plan
+from graphmoe.plan.rules import violations
+from graphmoe.plan.rules.auto import value_of, with_values
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
 from graphmoe.training import memory
@@ -59,7 +62,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     no recompute, causal attention halved.
     """
     card = args.card
-    config = decided(config, machine_of(card, args.num_ranks))
+    asked, config = config, decided(config, machine_of(card, args.num_ranks))
     plan = short_plan(config, args.num_ranks)
     layout, pipeline, micro_batches = plan.layout, plan.pipeline, plan.num_micro_batches
     virtual_stages = len(plan.stages) // layout.pp
@@ -95,12 +98,24 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "left_gb": card.memory_gb - total,
         "fits": total <= card.memory_gb,
         "fits_with_margin": has_margin(total, card),
+        "recompute_all": config.recompute.all,
+        "larger": {} if total <= card.memory_gb else _larger(asked, args.num_ranks),
         **({} if is_published else _details(places[worst])),
         "flops_per_token": per_token,
         "flops_per_step": per_token * tokens,
         "flops_per_step_per_rank": per_token * tokens / layout.size("world"),
         **time,
     }
+
+
+def _larger(config: RunConfig, num_ranks: int) -> dict[str, int]:
+    """Return the next larger size of each axis that the rules of a run allow on as many ranks."""
+
+    def least(key: str) -> int:
+        larger = (size for size in divisors(num_ranks) if size > value_of(config, key))
+        return next((size for size in larger if not violations(with_values(config, {key: size}))), 0)
+
+    return {key: size for axis in ("ep", "pp", "tp", "cp") if (size := least(key := f"parallel.{axis}"))}
 
 
 def given(config: RunConfig, args: ProjectArgs, precision: PrecisionConfig) -> dict[str, Any]:
@@ -117,7 +132,8 @@ def given(config: RunConfig, args: ProjectArgs, precision: PrecisionConfig) -> d
         "fp8_measure": precision.fp8_measure.value,
         "fp8_products": list(precision.fp8_products),
         "card_gb": card.memory_gb,
-        "not_counted": list(NOT_COUNTED),
+        "num_experts": config.model.num_experts,
+        "not_counted": [*NOT_COUNTED][: None if has_experts(config.model) else -1],
         "rates": dataclasses.asdict(rates_of(card, args.rates)),
         "rates_from": source_of_rates(card, args.rates, precision.fp8),
     }

@@ -23,6 +23,7 @@ from graphmoe.web_page import Chart, folds, grid, paragraph, table, tiles, write
 
 TIMES = {"forward_by_segment": "forward", "backward_by_segment": "backward"}
 CHOSEN = " *"
+NO_ROOM = " if there were memory for it"
 WORDS = {**KINDS, "total": "total"}
 COLUMNS = ("layout", "schedule", "computed again", "size", "GB", "left", "bubble", "tokens/s/GPU")
 """Heads of a search's table; *size* is of a micro-batch, in sequences."""
@@ -34,10 +35,13 @@ def render(document: dict[str, Any]) -> Group:
         (name, f"{1e3 * forward:,.3f}", f"{1e3 * time['backward_by_segment'][name]:,.3f}")
         for name, forward in time["forward_by_segment"].items()
     ]
+    fits, has_experts = document["fits"], document["num_experts"] > 0
+    exchange = f"exchange {time['exposed_exchange']:,.3f} s, " * (has_experts or time["exposed_exchange"] > 0)
     shown: list[RenderableType] = [
         f"[bold]{document['model']}[/bold] on {document['num_ranks']} {document['hardware']}, "
         f"assumptions={document['assumptions']}",
-        ranks_of_axes(document["layout"]),
+        *([] if fits else [verdict(document)]),
+        ranks_of_axes(document["layout"], has_experts=has_experts),
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
         f"data-parallel rank has {number_of(document['micro_batches'], 'micro-batch')} of "
         f"{document['micro_batch_size']}",
@@ -55,12 +59,13 @@ def render(document: dict[str, Any]) -> Group:
         _places(document),
         *_details(document),
         f"not counted: {', '.join(document['not_counted'])}",
-        f"\n[bold]Time of a step[/bold], projected from {document['rates_from']}",
+        f"\n[bold]Time of a step[/bold]{NO_ROOM * (not fits)}, projected from {document['rates_from']}",
         "of one micro-batch, on the rank with most to compute",
         text_table(["segment", "forward ms", "backward ms"], segments, box=SIMPLE_HEAD),
-        f"step {document['step_time_s']:,.3f} s, of which exchange {time['exposed_exchange']:,.3f} s, "
+        f"step {document['step_time_s']:,.3f} s, of which {exchange}"
         f"gradients and weights {time['exposed_gradients']:,.3f} s, update {time['update']:,.3f} s",
-        f"bubble {document['bubble']:.1%}, {document['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
+        f"bubble {document['bubble']:.1%}, {document['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+        f"{NO_ROOM * (not fits)}, "
         f"MFU {document['mfu']:.1%} of the peak in bf16, "
         f"{document['flops_per_token'] / 1e9:,.3f} GFLOP per token",
         "",
@@ -85,14 +90,14 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def _ways(document: dict[str, Any], largest: str) -> list[str]:
-    if largest not in ("activations", "buffers"):
-        return ["a larger parallel.ep", "parallel.pp", "parallel.tp"]
-    size = document["micro_batch_size"]
-    ways = [f"train.micro_batch_size=1 (it is {size})"] if size > 1 else []
-    if largest == "buffers":
-        return [*ways, "a larger parallel.cp"]
-    ways += ["recompute.*", "a larger parallel.cp", "a larger parallel.tp"]
-    return [*ways, "another pipeline.schedule"] if document["layout"]["pp"] > 1 else ways
+    by_size = {"activations": ("cp", "tp"), "buffers": ("cp",)}
+    size, larger = document["micro_batch_size"], document["larger"]
+    ways = [f"train.micro_batch_size=1 (it is {size})"] * (size > 1 and largest in by_size)
+    ways += ["recompute=all"] * (largest == "activations" and not document["recompute_all"])
+    keys = (f"parallel.{axis}" for axis in by_size.get(largest, ("ep", "pp", "tp")))
+    ways += [f"{key}={larger[key]}" for key in keys if key in larger]
+    ways += ["another pipeline.schedule"] * (largest == "activations" and document["layout"]["pp"] > 1)
+    return ways or ["more nodes", "a card with more memory"]
 
 
 def _places(document: dict[str, Any]) -> Table:
@@ -245,7 +250,7 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
         [
             ("memory of the worst rank", f"{worst:,.1f} GB", f"the card has {card:,.0f} GB, {room}"),
             ("step", f"{document['step_time_s']:,.3f} s", f"bubble {document['bubble']:.1%}"),
-            ("tokens/s/GPU", f"{document['tokens_per_s_per_gpu']:,.0f}", ""),
+            ("tokens/s/GPU", f"{document['tokens_per_s_per_gpu']:,.0f}", NO_ROOM * (not document["fits"])),
             ("MFU", f"{document['mfu']:.1%}", "of the card's peak in bf16"),
         ]
     )

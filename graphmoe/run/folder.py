@@ -24,6 +24,7 @@ from graphmoe.config.masking import aligned, prints
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, load_yaml, read_text, read_yaml
+from graphmoe.plan.experts import TRAINING_KEYS
 from graphmoe.plan.rules.auto import SIZE
 from graphmoe.run.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, display_path
 from graphmoe.run.metrics_file import json_object
@@ -145,10 +146,19 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
         more = [f"and {number_of(len(keys) - _MOST_KEYS, 'key')} more"] * (len(keys) > _MOST_KEYS)
         shown, differing = display_path(path), ", ".join([*keys[:_MOST_KEYS], *more])
         saved = saved_steps(path / CHECKPOINTS)
-        how = f"checkpoint.resume_from={shown} continues it" if saved else "it saved nothing"
+        how = _way_on(shown, keys) if saved else "it saved nothing"
         log.info("%s is an unfinished run of another configuration (%s); %s", shown, differing, how)
     if num_more:
         log.info("%s of this name are not listed", number_of(num_more, "older unfinished run"))
+
+
+def _way_on(folder: str, differing: Sequence[str]) -> str:
+    keys = {text.partition("=")[0] for text in differing} - {f"model.{key}" for key in TRAINING_KEYS}
+    if any(key.startswith("model.") for key in keys):
+        return "its weights are of another model"
+    if keys & {"optim.name", "precision.compute"}:  # its checkpoints hold another state
+        return f"checkpoint.init_from={folder} starts from its weights"
+    return f"checkpoint.resume_from={folder} continues it"
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:

@@ -41,6 +41,7 @@ class StoredData(msgspec.Struct):
     source: str | None = None
     tokenizer: str | None = None
     eod_token: str | None = None
+    document_mask: bool = False
 
 
 class StoredCheckpoint(msgspec.Struct):

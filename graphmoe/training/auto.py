@@ -81,6 +81,8 @@ def decided(
             config, why = kept, dict.fromkeys(earlier, "as before")
     found, reasons = decisions(config, machine or this_machine(config))
     check(found)
+    if not has_experts(found.model):
+        keys = [key for key in keys if key != OVERLAP and not key.startswith("moe.")]
     shown = ((key, spelled(auto.value_of(found, key)), (reasons | why).get(key)) for key in keys)
     notes = [f"{key}={value}{because and f' ({because})' or ''}" for key, value, because in shown]
     return with_values(found, {"run.auto": notes})
@@ -118,7 +120,7 @@ def _format(gpu: Gpu | None) -> str:
 def _dispatcher(config: RunConfig, machine: Machine) -> tuple[str, str]:
     ranks = config.parallel.ep * config.parallel.etp
     if ranks == 1:
-        return "local", "each rank has all experts" if has_experts(config.model) else "no experts"
+        return "local", "each rank has all experts"
     if machine.gpu is None:
         return "alltoall", "no GPU"
     if machine.num_ranks > machine.per_node and machine.per_node % ranks:

@@ -172,7 +172,7 @@ class Execution:
         passes, kernels = len(self.compiled.runner.names), self.chosen.experts
         experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
         in_fp8 = describe_products(self._plan, self.chosen.fp8)
-        rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and self._plan.fp8_rows)
+        rows = ["tokens are dispatched in fp8"] * (self._in_fp8 and self._plan.fp8_rows)
         return [f"{number_of(passes, 'pass')}", self._cache.found, *experts, *in_fp8, *rows]
 
     def precision(self) -> dict[str, Any]:

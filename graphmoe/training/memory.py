@@ -186,8 +186,8 @@ def _attention_work(sizes: Sizes) -> float:
 def _experts_work(sizes: Sizes) -> float:
     model, e, (rows, slots) = sizes.model, sizes.element_bytes, sizes.room
     inner = model.expert_ffn_size // sizes.layout.etp
-    travels = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0
-    work = e * model.hidden_size * (travels + slots) + e * slots * 3 * inner + 4 * sizes.state
+    dispatched = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0
+    work = e * model.hidden_size * (dispatched + slots) + e * slots * 3 * inner + 4 * sizes.state
     local = model.num_experts // sizes.layout.ep
     if "experts" in sizes.fp8:  # rows of each expert fill whole tiles of a wgrad
         work += (local + sizes.replica_slots) * (BLOCK_R - 1) * (3 * inner + 2 * model.hidden_size)
@@ -215,12 +215,12 @@ def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> f
     if stage.loss or not (stage.embed or len(stage.mtp)):
         return 0.0  # the head's gradient is as large
     model, tp = sizes.model, sizes.layout.tp
-    let_go = sum(
+    freed = sum(
         kept.total()
         for part, kept in stage_activations(sizes, recompute, stage).items()
         if part != "embed" and (stage.embed or part.startswith("mtp"))
     )
-    return 4 * model.vocab_size * model.hidden_size / tp + (tp + 1) * sizes.state - let_go
+    return 4 * model.vocab_size * model.hidden_size / tp + (tp + 1) * sizes.state - freed
 
 
 def _graph_pool(

@@ -107,7 +107,7 @@ def describe_products(plan: Plan, found: Mapping[str, float]) -> list[str]:
     if vendor is not None:
         products += f"; experts by moe.experts={vendor}, not timed"
     if EXPERTS in slower(found) and plan.fp8_rows:
-        products += "; so rows travel to experts in bf16"
+        products += "; so tokens are dispatched in bf16"
     layers = f"no fp8 in layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
     words = f"{precision.fp8.value} {products}".replace("fp8 fp8", "fp8")
     return [words, *[layers] * bool(skipped)]

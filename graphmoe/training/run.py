@@ -1,6 +1,7 @@
 """Train on every rank; rank 0 writes env.json, the tokenizer and summary.json."""
 
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -100,9 +101,9 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
         finished = trainer.run()
-    with StopSignal():  # all steps are done: signals no longer stop this run
+    with StopSignal() as stop:  # all steps are done: signals stop the sample only
         memory = ranks.gather(trainer.memory)
-        return _summarise(trainer, folder, finished, memory) if ranks.is_first else {}
+        return _summarise(trainer, folder, finished, memory, stop) if ranks.is_first else {}
 
 
 def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
@@ -123,7 +124,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     if plan.pipeline and plan.splits_backward and not plan.compile.enabled:
         log.warning(
             "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "
-            "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
+            "gradients are computed with those of inputs, and ranks wait longer; use compile.enabled=true",
             plan.pipeline.table.schedule,
         )
     if ranks.is_first and (slower := run_slower_than_1f1b(plan.config, plan.layout)):
@@ -139,7 +140,7 @@ def _known_errors() -> Iterator[None]:
 
 
 def _summarise(
-    trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
+    trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]], stop: StopSignal
 ) -> dict[str, Any]:
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     sums, model = summarise(read_rows(folder / METRICS_FILE)), trainer.plan.model
@@ -158,13 +159,13 @@ def _summarise(
         "time_to_first_step_s": trainer.first_step_s,
         **{name: (sums[name] or 0.0) + seconds for name, seconds in rest},
     }
-    summary["sample_prompt"], summary["sample"] = sample_of(trainer) if finished else (None, None)
+    summary["sample_prompt"], summary["sample"] = sample_of(trainer, stop) if finished else (None, None)
     _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")
     return summary
 
 
-def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
-    """Return a prompt and its continuation; None without a tokenizer."""
+def sample_of(trainer: Trainer, stop: StopSignal) -> tuple[str | None, str | None]:
+    """Return a prompt and its continuation, until ``stop`` has a signal; None without a tokenizer."""
     count, tokenizer = trainer.plan.log.sample_tokens, trainer.corpus.tokenizer
     prompt, none = trainer.plan.log.sample_prompt, (None, None)
     if count and not trainer.optimizer.model_is_whole:
@@ -179,7 +180,8 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
     try:
         prompt = prompt_of(trainer.corpus, tokenizer) if prompt is None else prompt
         with working(f"writing a sample of text (log.sample_tokens={count})"):
-            return prompt, "".join(generate(model, tokenizer, prompt, count, temperature=0.8, seed=0))
+            pieces = generate(model, tokenizer, prompt, count, temperature=0.8, seed=0)
+            return prompt, "".join(itertools.takewhile(lambda _: stop.received is None, pieces))
     except (ConfigError, DataError) as error:
         log.info("no sample of text (log.sample_prompt): %s", error)
         return none

@@ -64,7 +64,7 @@ def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"), plan.exact_of)
         room = room._replace(rows=rows)
     experts = model.num_experts // layout.ep + plan.replica_slots
-    return Symm(room, experts, layout.etp, block, plan.brings_weights, plan.keeps_replicas)
+    return Symm(room, experts, layout.etp, block, plan.sends_weights, plan.keeps_replicas)
 
 
 def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:
@@ -144,7 +144,7 @@ def _shared(sizes: Sizes, graph: GraphConfig) -> tuple[Exchange, int]:
     if sizes.replica_slots:
         experts, width = model.num_experts // sizes.layout.ep, model.expert_ffn_size
         shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
-        along, of_slots = sizes.brings_weights, (sizes.element_bytes, sizes.replica_slots)
+        along, of_slots = sizes.sends_weights, (sizes.element_bytes, sizes.replica_slots)
         is_apart = not along or bool(segments_of(graph.scope))  # captured graphs read no weights of others
         weights, apart = room_bytes(shapes, *of_slots, along=along, apart=is_apart)
     row_bytes, places = sizes.element_bytes * model.hidden_size, model.top_k * sizes.layout.etp

@@ -36,7 +36,7 @@ class Symm:
     num_experts: int  # of each rank, with its replica slots
     etp: int
     block: int = 0  # rows of each pair of ranks that copy engines send; a kernel fetches the rest
-    brings_weights: bool = False  # replica weights are sent with rows
+    sends_weights: bool = False  # replica weights are sent with rows
     keeps_weights: bool = False  # and saved for the backward
 
     def dispatch(

@@ -57,7 +57,7 @@ def test_steps_are_rows_of_processes_or_of_the_reason(caplog):
     assert good["tokens_per_s"] == pytest.approx(32e3 / good["median_ms"])
     assert good["host_ms"] > 0 and good["capture_s"] > 0 and good["idle_share"] is None
     assert "[2/2] mbs2_s16/full_iteration: " in caplog.text
-    assert "| mbs2_s16 | partial | failed: the configuration cannot run" in table_of(document)[2]
+    assert "| mbs2_s16 | partial | failed: graph.scope=partial captures" in table_of(document)[2]
 
 
 def test_a_row_has_both_floors_and_what_the_recorded_steps_say(tmp_path):

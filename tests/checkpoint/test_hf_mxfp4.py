@@ -132,7 +132,7 @@ def test_missing_or_wrong_scales_are_named(folders):
     packed, _ = folders
     key = "model.layers.1.mlp.experts.down_proj"
     said = damaged(packed, lambda tensors: tensors[f"{key}_scales"][2, 5, 0].fill_(255))
-    assert said.startswith(f"{key} in ") and "values with scale 255 are not finite" in said
+    assert said.startswith(f"{key}_scales in ") and "values with scale 255 are not finite" in said
 
 
 STORED = {
@@ -167,7 +167,8 @@ def test_blocks_of_another_size_and_a_weight_beside_them_are_named(folders):
     shapes = {f"{key}_blocks": (6, 60, 1, 16), f"{key}_scales": (6, 60, 1)}
     wrong = {each: torch.zeros(shape, dtype=torch.uint8) for each, shape in shapes.items()}
     said = damaged(folders[0], lambda tensors: tensors.update(wrong))
-    assert f"mis-shaped: {key} is [6, 32, 60], not [6, 32, 64]" in said
+    needed = "MXFP4 needs U8 [6, 64, 1, 16] and U8 [6, 64, 1]"
+    assert f"{key}_blocks is U8 [6, 60, 1, 16] and {key}_scales is U8 [6, 60, 1]; {needed}" in said
     said = damaged(folders[0], lambda tensors: tensors.update({key: torch.zeros(6, 32, 64)}))
     assert f"extra: {key}_blocks [6, 60, 1, 16]" in said
 

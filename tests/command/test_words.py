@@ -106,6 +106,8 @@ WRONG = {
     "host.envs.A=b": "unknown key 'host.envs.A'",
     "deepseek_v9": "there is no model 'deepseek_v9'; did you mean model=deepseek_v3?",
     "--data.source nowhere": "data.source=nowhere: there is no such choice; use one of stdlib",
+    "model.attention_backend=f": "expected one of [auto, sdpa, padded_flash (on a GPU), flash4 (on a GPU)",
+    "--moe.experts tee": "use one of auto, torch, triton (on a GPU), turbo (on a GPU), te (on a GPU), or",
     "model=no/where": "there is no folder 'no/where'; give a folder with config.json, or one of deep",
     "model=./empt": "there is no folder './empt'; did you mean empty?",
     "model=empty": "model=empty: empty holds no weights; give a Hugging Face folder",

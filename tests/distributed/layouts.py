@@ -196,7 +196,7 @@ def check_that_backwards_run_inside_forwards(trainer: Trainer, overlap: Overlap)
 def check_that_units_take_turns(trainer: Trainer) -> None:
     """Check that in each pair of stages with experts a forward and a backward have two turns at least.
 
-    Where one of the two has none, nothing of it travels, and it has one turn.
+    Where one of the two has none, nothing of it is sent, and it has one turn.
     """
     overlap, plan = trainer.execution.overlap, trainer.plan.pipeline
     micro_batches = trainer.steps.step.micro_batches

@@ -103,7 +103,7 @@ OF_FP8 = {
     for kind in ("bf16", "fp8")
     if not (share_gpus(RANKS) and FULL in words) and (kind == "fp8" or not words)
 }  # fmt: skip
-"""Trainings in 8 bits, whose rows travel in either way."""
+"""Trainings in 8 bits, whose tokens are dispatched in either dtype."""
 RINGS = {
     f"ring {heads} {sizes}": Ring(
         Layout(cp=2, ring=True), heads, sizes, torch.bfloat16, seq_len=512, device="cuda"

@@ -11,7 +11,7 @@ from graphmoe.ops.symm.peers import exchange_of
 
 HOLDERS = ("none", "plan", "hot", "all")
 SENT = (torch.float32, torch.bfloat16)
-"""Dtypes in which gradients travel, in turns."""
+"""Dtypes in which gradients are sent, in turns."""
 Results = dict[str, Tensor]
 
 
@@ -71,7 +71,7 @@ class Case:
         return w_LX.to(self.dtype)
 
     def gradients(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
-        """Gradients of a rank's slots as they travel; NaN those of slots without an expert."""
+        """Gradients of a rank's slots as they are sent; NaN those of slots without an expert."""
         d_SX = self.values(self.slots, weight, 3, rank, seed, whole=whole)
         d_SX[self.expert_RS[rank] < 0] = float("nan")
         return d_SX.to(SENT[seed % len(SENT)])

@@ -162,7 +162,7 @@ def test_the_operation_with_replicas_computes_what_experts_do(one_peer, monkeypa
     assert [(g.shape, g.dtype) for g in gradients] == [(leaf.shape, leaf.dtype) for leaf in leaves]
     assert_results_match(p, y_TD, gradients)
     assert alone_RH[: p.live].equal(h_RH[: p.live])
-    assert spied.call_args.args[2] == dtype, "gradients travel in the dtype in which torch makes them"
+    assert spied.call_args.args[2] == dtype, "gradients are sent in the dtype in which torch makes them"
 
 
 def test_sums_of_gradients_hold_what_came_home(one_peer):

@@ -127,7 +127,7 @@ def test_all_unsupported_values_are_named_at_once(name):
     with pytest.raises(ConfigError) as caught:
         read(PUBLISHED[name] | REFUSED[name])
     lines = str(caught.value).splitlines()
-    assert len(lines) == 1 + len(REFUSED[name])
+    assert len(lines) == len(REFUSED[name]) and lines[0].startswith("config.json: ")
     for key in REFUSED[name]:
         assert sum(key in line and "supported is" in line for line in lines) == 1, (key, lines)
 
@@ -155,7 +155,11 @@ ROPES = [
     [
         *(("deepseek_v3", {"rope_scaling": scaling}, [named]) for scaling, named in ROPES),
         ("mixtral_8x7b", {"rope_scaling": YARN}, ["mscale"]),  # magnitudes of grouped-query attention
-        ("mixtral_8x7b", {"num_key_value_heads": 5}, ["num_kv_heads=5"]),
+        (
+            "mixtral_8x7b",
+            {"num_key_value_heads": 5},
+            ["num_key_value_heads=5 does not divide num_attention_heads=32"],
+        ),
         (
             "llama3_8b",
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
@@ -163,11 +167,23 @@ ROPES = [
         ),
         ("gpt_oss_20b", {"sliding_window": None}, ["sliding_window=null must be a whole number"]),
         ("gpt_oss_20b", {"sliding_window": 0}, ["sliding_window=0; supported is 1 or more with sliding_att"]),
-        ("gpt_oss_20b", {"layer_types": ["full_attention"] * 23}, ["supported is 24 of sliding_attention"]),
-        ("gpt_oss_20b", {"num_attention_heads": -1}, ["model.num_heads=-1 must be"]),
-        ("minimax_m2", {"attn_type_list": [1] * 61}, ["supported is 62 of 1, which is softmax attention"]),
-        ("minimax_m2", {"attn_type_list": 1}, ["attn_type_list=1; supported is 62 of 1"]),
-        ("gpt_oss_20b", {"layer_types": "full", "head_dim": 63}, ['layer_types="full"; supported is 24 of']),
+        (
+            "gpt_oss_20b",
+            {"layer_types": ["full_attention"] * 23},
+            ["layer_types has 23 entries; supported is 24 "],
+        ),
+        ("gpt_oss_20b", {"num_attention_heads": -1}, ["num_attention_heads=-1 must be"]),
+        (
+            "minimax_m2",
+            {"attn_type_list": [1] * 61},
+            ["has 61 entries; supported is 62 entries 1, which is softmax"],
+        ),
+        ("minimax_m2", {"attn_type_list": 1}, ["attn_type_list=1; supported is 62 entries 1"]),
+        (
+            "gpt_oss_20b",
+            {"layer_types": "full", "head_dim": 63},
+            ['layer_types="full"; supported is 24 entries'],
+        ),
         ("qwen3_8b", {"use_sliding_window": True, "sliding_window": 4096}, ["sliding_window=4096"]),
         ("llama3_8b", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, ["llama3_factor=0.5 must be 1 or greater"]),
         ("llama3_8b", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, ["must exceed"]),
@@ -186,6 +202,37 @@ def test_what_has_no_counterpart_here_is_named(name, change, named):
     with pytest.raises(ConfigError) as caught:
         read(raw)
     assert [part for part in named if part not in str(caught.value)] == []
+
+
+SLIDING, LINEAR, FULL = (f"{kind}_attention" for kind in ("sliding", "linear", "full"))
+WRONG_OF = {
+    "qwen3_next_80b_a3b": [
+        ({"linear_num_key_heads": None}, "linear_num_key_heads=null must be a whole number"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads=24 is not a multiple of linear_num_key"),
+        ({"full_attention_interval": 0, "layer_types": None}, "full_attention_interval=0 must be 2 to num_"),
+        ({"layer_types": [LINEAR] * 48}, f'layer_types[47]="{LINEAR}"; supported is "{FULL}" there: 48 '),
+        ({"layer_types": [FULL] * 48}, f'layer_types[0]="{FULL}"; supported is "{LINEAR}" there: 48 entries'),
+        ({"rope_parameters": "yarn"}, 'rope_parameters="yarn"; supported is one dictionary for all layers'),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor=null; supported is 1 or"),
+        ({"rope_theta": "x", "rope_scaling": {"rope_type": "default"}}, 'rope_theta="x" must be a number'),
+    ],
+    "gpt_oss_20b": [
+        (
+            {"layer_types": [SLIDING, FULL] * 11 + [FULL] * 2},
+            f'layer_types[22]="{FULL}"; supported is "{SLIDING}" there: 24 entries "{SLIDING}", but each '
+            f'n-th "{FULL}" (n=2)',
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_OF)
+def test_a_line_names_the_key_and_the_entry_of_config_json(name):
+    for change, line in WRONG_OF[name]:
+        with pytest.raises(ConfigError) as caught:
+            read(to_hf_config(load_preset(name))[1] | change)
+        (found,) = str(caught.value).splitlines()
+        assert found.startswith(f"config.json: {line}")
 
 
 @pytest.mark.parametrize("name", ["gpt_oss_20b", "minimax_m2", "llama4_scout", "qwen3_30b_a3b"])

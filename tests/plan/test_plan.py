@@ -87,7 +87,7 @@ def test_experts_have_replicas_wherever_symm_can_make_them(words, balance):
         ("precision.fp8=rowwise", "", 2 * 1 + 4), ("compile.enabled=false", "", 2 + 2),
     ],
 )  # fmt: skip
-def test_bytes_of_a_replica_are_of_its_weights_and_of_a_gradient_as_it_travels(words, backends, size):
+def test_bytes_of_a_replica_are_of_its_weights_and_of_a_gradient_as_it_is_sent(words, backends, size):
     given = "precision.compute=bf16", COMPILED, *f"{SYMM} {words}".split()
     plan = plan_of(config("model.hidden_size=32", "model.expert_ffn_size=16", *given), 2)
     assert plan.replica_bytes(backends) == 3 * 32 * 16 * size

@@ -86,7 +86,9 @@ def test_tables_end_in_a_verdict(project):
     assert result.status == 0 and "fits: rank" in result.out.splitlines()[-1], result.err
     result = project(*CHART.split(), "hardware=mi300x", "parallel.pp=24", "parallel.ep=8")
     words = " ".join(result.out.split())
-    assert "DOES NOT FIT: rank 0 needs" in words and "most are activations" in words
+    assert words.count("DOES NOT FIT: rank 0 needs") == 2 and "most are activations" in words
+    assert result.out.splitlines()[1].startswith("DOES NOT FIT")
+    assert "Time of a step if there were memory" in words and "tokens/s/GPU if there were memory" in words
     assert "1 micro-batch of 1" in " ".join(project(*SMALL, "train.micro_batch_size=1").out.split())
 
 
@@ -120,19 +122,37 @@ def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, document):
     assert "GB left, near the limit" in text and all(reason in text for reason in found["not_counted"][1:])
 
 
-def misfit(kind: str, pp: int = 1, size: int = 1) -> str:
+def test_what_does_not_fit_gets_layouts_that_can_run(document):
+    words = ("model=moe_1t", "train.micro_batch_size=1", "hardware=mi300x", "nodes=1")
+    assert document(*words)["larger"] == {f"parallel.{axis}": 2 for axis in ("ep", "pp", "tp", "cp")}
+    found = document(*words, "parallel.ep=8")  # which is all ranks, so a stage of fewer has no room for it
+    assert not found["fits"] and found["larger"] == {"parallel.tp": 2, "parallel.cp": 2}
+    alone = document("model=qwen3_8b", "hardware=h100", "gpus_per_node=1", "train.micro_batch_size=1")
+    assert alone["larger"] == {} and verdict(alone).endswith("try more nodes or a card with more memory")
+
+
+def test_a_dense_model_is_projected_without_words_about_experts(project):
+    said = project("model=qwen3_0_6b", "hardware=h100", "nodes=1").out
+    assert "ranks: pp 1 * dp 8" in said and re.findall(r"expert|moe|ep_overlap|exchange|\bep \d", said) == []
+
+
+def misfit(kind: str, pp: int = 1, size: int = 1, *larger: str) -> str:
     memory = {**dict.fromkeys(MEMORY_KINDS, 1.0), kind: 100.0, "total": 150.0}
     shown = {"memory_gb": memory, "card_gb": 80, "worst_rank": 0, "fits": False, "layout": {"pp": pp}}
-    return verdict({**shown, "micro_batch_size": size}).partition(": try ")[2]
+    shown |= {"micro_batch_size": size, "larger": dict.fromkeys(map("parallel.{}".format, larger), 2)}
+    return verdict({**shown, "recompute_all": size == 2}).partition(": try ")[2]
 
 
 def test_advice_is_what_there_is_to_change():
-    cut, small = "recompute.*, a larger parallel.cp", "train.micro_batch_size=1 (it is 4)"
-    assert misfit("activations", pp=2) == f"{cut}, a larger parallel.tp or another pipeline.schedule"
-    assert misfit("activations", size=4) == f"{small}, {cut} or a larger parallel.tp"
-    assert misfit("buffers", size=4) == f"{small} or a larger parallel.cp"
-    assert misfit("buffers", pp=2) == "a larger parallel.cp"
-    assert misfit("grads", size=4) == "a larger parallel.ep, parallel.pp or parallel.tp"
+    every, small = ("ep", "pp", "tp", "cp"), "train.micro_batch_size=1 (it is 4)"
+    cut = "recompute=all, parallel.cp=2"
+    assert misfit("activations", 2, 1, *every) == f"{cut}, parallel.tp=2 or another pipeline.schedule"
+    assert misfit("activations", 1, 4, *every) == f"{small}, {cut} or parallel.tp=2"
+    assert misfit("activations", 1, 2, "ep") == "train.micro_batch_size=1 (it is 2)"
+    assert misfit("buffers", 1, 4, *every) == f"{small} or parallel.cp=2"
+    assert misfit("buffers", 2, 1, *every) == "parallel.cp=2"
+    assert misfit("grads", 1, 4, *every) == "parallel.ep=2, parallel.pp=2 or parallel.tp=2"
+    assert misfit("grads", 1, 4, "tp", "cp") == "parallel.tp=2"
 
 
 WRONG = """

@@ -112,6 +112,26 @@ def test_unfinished_runs_passed_over_are_named_in_a_short_line(tmp_path, caplog)
     assert len(line) < 250 + len(str(tmp_path))
 
 
+WAYS = {
+    "optim.lr": "; checkpoint.resume_from=tiny continues it",
+    "optim.name": "; checkpoint.init_from=tiny starts from its weights",
+    "model.top_k": "; its weights are of another model",
+    "model.peak_lr": "; checkpoint.resume_from=tiny continues it",
+}
+
+
+@pytest.mark.parametrize("key", WAYS)
+def test_a_run_of_another_optimizer_or_model_is_not_offered_to_be_resumed(tmp_path, caplog, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    section, _, name = key.partition(".")
+    theirs, ours = (CONFIG | {section: CONFIG[section] | {name: each}} for each in ("theirs", "ours"))
+    claim_and_leave(Path("tiny"), theirs)
+    Path("tiny", "checkpoints", "step_00000002").mkdir(parents=True)
+    with caplog.at_level("INFO"):
+        announce(claim(Path("tiny"), ours, resume=True), ours)
+    assert caplog.messages[-1].endswith(WAYS[key])
+
+
 REPLACED = [("bytes", "env.json"), ("bytes", "metrics.jsonl"), ("bytes", "run.lock"), ("pipe", "run.lock")]
 UNREADABLE = [
     *itertools.product(("folder", "pipe", "bytes", "forbidden"), ("resolved.yaml", "summary.json")),

@@ -61,14 +61,14 @@ def test_all_but_known_products_are_timed_on_a_gpu_alone(timer, monkeypatch):
     assert speeds() == {"attn 16x64": 0.5}
 
 
-def test_rows_that_are_told_to_travel_in_8_bits_keep_their_experts_so(timer):
+def test_tokens_that_must_be_dispatched_in_fp8_keep_experts_in_fp8(timer):
     timer.ms, run = [SLOW], config(*WORDS)
     experts = Experts(MlpShape(32, 64, 32, 4, 2), "torch,torch,torch")
     for dtype, speeds in ((DispatchDtype.fp8, {}), (DispatchDtype.auto, {"experts": 1 / 1.25})):
         run.moe.dispatch_dtype = dtype
         assert measured(plan_of(run, 1), {}, lambda: experts, {}, CPU, None) == speeds
     lines = describe_products(replace(plan_of(run, 1), fp8_rows=True), speeds)
-    said = "rowwise fp8 in 0 of 1 products; bf16 for: experts (0.80x); so rows travel to experts in bf16"
+    said = "rowwise fp8 in 0 of 1 products; bf16 for: experts (0.80x); so tokens are dispatched in bf16"
     assert [*lines] == [said]
 
 
@@ -101,11 +101,11 @@ def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(tmp_path, timer, caplo
 
 
 @pytest.mark.parametrize("speed", [FAST, SLOW])
-def test_rows_to_experts_are_named_once_it_is_known_whether_these_are_in_8_bits(tmp_path, timer, speed):
+def test_the_dtype_of_dispatched_tokens_is_named_once_it_is_known(tmp_path, timer, speed):
     timer.ms = [speed]
     execution = trainer_in(tmp_path, *SHORT).execution
     execution._plan = replace(execution._plan, fp8_rows=True)
-    assert (execution.describe()[-1] == "rows travel to experts in 8 bits") == (speed == FAST)
+    assert (execution.describe()[-1] == "tokens are dispatched in fp8") == (speed == FAST)
 
 
 @pytest.mark.slow  # traces a model twice

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.unused import without_effect
+from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.evaluation import PROMPT_TOKENS, prompt_of
@@ -196,10 +198,10 @@ def on_text(tmp_path, text_words) -> Trainer:
 def test_a_rank_of_a_part_of_the_model_writes_no_sample(on_text, caplog):
     with caplog.at_level("INFO"):
         for on_text.model.layout in (Layout(tp=2), Layout(dp=2, ep=2)):
-            assert sample_of(on_text) == (None, None)  # others would not join it
+            assert sample_of(on_text, StopSignal()) == (None, None)  # others would not join it
     assert caplog.text.count("no sample of text: no rank has all weights") == 2
     on_text.model.layout = Layout(dp=2)
-    assert all(sample_of(on_text))
+    assert all(sample_of(on_text, StopSignal()))
 
 
 def test_a_sample_that_takes_long_is_said(on_text, caplog, monkeypatch):
@@ -212,22 +214,33 @@ def test_a_sample_that_takes_long_is_said(on_text, caplog, monkeypatch):
     monkeypatch.setattr("graphmoe.training.run.generate", generate)
     monkeypatch.setattr("graphmoe.config.progress.EVERY_S", 0.01)
     with caplog.at_level("INFO"):
-        assert sample_of(on_text)[1] == ""
+        assert sample_of(on_text, StopSignal())[1] == ""
+
+
+def test_a_signal_ends_a_sample_at_the_next_token(on_text, monkeypatch):
+    def tokens(*_, **__):
+        yield from "ab"
+        signal.raise_signal(signal.SIGTERM)
+        yield from "cd"
+
+    monkeypatch.setattr("graphmoe.training.run.generate", tokens)
+    with StopSignal() as stop:
+        assert sample_of(on_text, stop)[1] == "ab"
 
 
 def test_a_sample_goes_on_with_a_document_or_what_is_asked_for(on_text):
     corpus, tokenizer = on_text.corpus, on_text.corpus.tokenizer
     first = tokenizer.decode(corpus.val.documents.tokens(0, 0, PROMPT_TOKENS).tolist())
-    assert prompt_of(corpus, tokenizer) == first == sample_of(on_text)[0]
+    assert prompt_of(corpus, tokenizer) == first == sample_of(on_text, StopSignal())[0]
     assert prompt_of(replace(corpus, val=None), tokenizer) != first  # of the text for training
     reader = SimpleNamespace(read=lambda start, count: corpus.val.sample(0)[None])
     streamed = prompt_of(replace(corpus, val=SimpleNamespace(reader=lambda: reader)), tokenizer)
     assert streamed == tokenizer.decode(corpus.val.sample(0)[:PROMPT_TOKENS].tolist())
     on_text.plan.log.sample_prompt = "the cat"
-    prompt, text = sample_of(on_text)
+    prompt, text = sample_of(on_text, StopSignal())
     assert prompt == "the cat" and text.startswith("the cat")
     on_text.plan.log.sample_prompt = ""
-    assert sample_of(on_text) == (None, None)
+    assert sample_of(on_text, StopSignal()) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +297,7 @@ def test_a_summary_that_the_disk_does_not_take_is_an_error_that_says_what_to_do(
     trainer = train_in(tmp_path, "train.steps=1", "train.val_batches=0", "checkpoint.enabled=false")
     said = "summary.json cannot be written after step 1: File too large; free space and run the command again"
     with no_file_beyond(10), pytest.raises(RunFailed, match=said):
-        _summarise(trainer, tmp_path, True, [trainer.memory])
+        _summarise(trainer, tmp_path, True, [trainer.memory], StopSignal())
     assert not (tmp_path / "summary.tmp").exists()
 
 
@@ -304,6 +317,7 @@ optim.schedule=constant optim.min_lr_ratio=0.5 | optim.min_lr_ratio=0.5 NO optim
 model.aux_loss=none model.aux_loss_coef=0.02 | model.aux_loss_coef=0.02 NO model.aux_loss=none;
     model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off
 model.aux_loss=none model.aux_loss_coef=0
+model.hf_family=qwen3_next model.aux_loss=none model.aux_loss_coef=0.02
 SYMM moe.replica_slots=2 | moe.replica_slots=2 NO moe.balance=none: auto makes no replicas without the pass
 model.peak_lr=9e-4 | optim.lr=0.01 is 11 times the 0.0009 that suits model=mini; model.peak_lr=
 model.peak_lr=2e-3

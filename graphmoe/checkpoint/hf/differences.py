@@ -5,11 +5,7 @@ from typing import Any
 
 from graphmoe.config.schema import GroupScore, ModelConfig
 from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others, rotary_elements
-from graphmoe.plan.experts import EXPERT_KEYS, num_dense
-
-TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
-TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
-"""ModelConfig keys that config.json lacks, or that only training uses."""
+from graphmoe.plan.experts import EXPERT_KEYS, TRAINING_KEYS, num_dense
 
 
 def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:

@@ -137,7 +137,8 @@ class OpenFolder:
                 elif piece.repeats is None:
                     problems.append(f"missing: {piece.theirs} {list(wanted)}")
             elif header.shape != wanted:
-                problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
+                plain = f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}"
+                problems.append(piece.form and self.files.wrong_pack(piece.theirs, wanted) or plain)
             elif header.dtype == FP8_NAME and len(wanted) == 2 and piece.ours not in SHARED:
                 problems += self.files.wrong_scale(piece.theirs)
             elif header.dtype not in (*DTYPES, *([mxfp4.NAME] if piece.form else [])):
@@ -147,7 +148,7 @@ class OpenFolder:
         known |= {name + SCALE for name in known & headers.keys() if headers[name].dtype.startswith("F8")}
         for name, header in headers.items():
             if name not in known and not NO_WEIGHTS.search(name) and 0 not in header.shape:
-                problems.append(f"extra: {name} {list(header.shape)}")
+                problems.append(f"extra: {self.files.as_stored(name)}")
         return [*dict.fromkeys(problems)]  # several pieces may be of one tensor
 
     def _equal(self, *names: str) -> bool:

@@ -1,5 +1,6 @@
 """Validated reading of config.json's keys; conversion of those of the rotary embedding."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -17,12 +18,13 @@ class Keys:
         self.raw = raw
         self.problems = [] if problems is None else problems
 
-    def int(self, *names: str, default: int | None = None) -> int:
-        """Return the integer of the first name that is present and not null; without default, one must be."""
+    def int(self, *names: str, default: int | None = None, absent: int | None = None) -> int:
+        """Return the integer of the first name present and not null; ``absent``: the default unless null."""
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
         value = self.raw.get(name)
-        if value is None and default is not None:
-            return default
+        instead = default if name in self.raw else absent or default
+        if value is None and instead is not None:
+            return instead
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:
             self._expected(name, value, "a whole number of less than 2^31")
             return 1
@@ -56,6 +58,18 @@ class Keys:
         if value is not None and value not in supported:
             self.refuse(name, value, " or ".join(json.dumps(choice) for choice in supported))
 
+    def layers(self, name: str, wanted: list[Any], pattern: str) -> None:
+        """Add a problem that names the first entry of a list of layers that is not as in ``wanted``."""
+        given = self.raw.get(name)
+        if isinstance(given, list) and len(given) != len(wanted):
+            self.problems.append(f"{name} has {len(given)} entries; supported is {pattern}")
+        elif isinstance(given, list):
+            wrong = (i for i, entry in enumerate(given) if entry != wanted[i])
+            for i in itertools.islice(wrong, 1):
+                self.refuse(f"{name}[{i}]", given[i], f"{json.dumps(wanted[i])} there: {pattern}")
+        elif given is not None:
+            self.refuse(name, given, pattern)
+
     def refuse(self, name: str, value: Any, supported: str) -> None:
         """Add a problem that names the key's unsupported value and what is supported."""
         self.problems.append(f"{name}={json.dumps(value)[:80]}; supported is {supported}")
@@ -63,6 +77,18 @@ class Keys:
     def _expected(self, name: str, value: Any, kind: str) -> None:
         there = f"{name}={json.dumps(value)[:80]}" if name in self.raw else f"{name} is missing; it"
         self.problems.append(f"{there} must be {kind}")
+
+
+def each_nth(keys: Keys, name: str, usual: Any, nth: Any, count: int, *, least: int = 0) -> int:
+    """Return n of a list of ``count`` layers, each n-th of them ``nth``, n >= ``least``; 0: none is."""
+    given = keys.raw[name]
+    every = given.index(nth) + 1 if isinstance(given, list) and nth in given else 0
+    if every < least:
+        every = least if every else count
+    pattern = f"{count} entries {json.dumps(usual)}, but each n-th {json.dumps(nth)}"
+    wanted = [nth if every and (i + 1) % every == 0 else usual for i in range(count)]
+    keys.layers(name, wanted, pattern + f" (n={every})" * (every > 0))
+    return every
 
 
 # Keys of yarn and llama3 scaling and their ModelConfig fields
@@ -90,16 +116,18 @@ def read_rope(
     a head with rotary embedding; None: whole heads only.
     """
     # rope_parameters in transformers 5
-    rope = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
+    name = next((each for each in ("rope_scaling", "rope_parameters") if keys.raw.get(each)), "rope_scaling")
+    rope = keys.raw.get(name) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        keys.refuse("rope_scaling", rope, "one dictionary for all layers")
+        keys.refuse(name, rope, "one dictionary for all layers")
         return {}
-    inner = Keys({**{name: keys.raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}, **rope})
-    fields: dict[str, Any] = {"rope_theta": inner.float("rope_theta", default_theta)}
+    inner = Keys(rope)
+    of_theta, of_part = (inner if k in rope else keys for k in ("rope_theta", "partial_rotary_factor"))
+    fields: dict[str, Any] = {"rope_theta": of_theta.float("rope_theta", default_theta)}
     if fraction is None:
-        inner.only("partial_rotary_factor", 1.0)
+        of_part.only("partial_rotary_factor", 1.0)
     else:
-        fields["rotary_fraction"] = inner.float("partial_rotary_factor", fraction)
+        fields["rotary_fraction"] = of_part.float("partial_rotary_factor", fraction)
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling == "yarn":
         fields |= _read_yarn(inner, context, scales_scores)
@@ -107,7 +135,7 @@ def read_rope(
         fields |= _read_llama3(inner)
     elif scaling != "default":
         inner.refuse("rope_type", scaling, '"default" or "yarn"' + ' or "llama3"' * (not scales_scores))
-    keys.problems += [f"rope_scaling.{line}" for line in inner.problems]
+    keys.problems += [f"{name}.{line}" for line in inner.problems]
     return fields
 
 

@@ -102,7 +102,8 @@ class TensorFiles:
         if header.dtype == mxfp4.NAME:
             stored = zip(self._packed[name], (mxfp4.BLOCKS, mxfp4.SCALES), strict=True)
             parts = [self._open[h.file].get_slice(name + suffix)[index[:1]] for h, suffix in stored]
-            return mxfp4.unpacked(f"{name} in {header.file}", *parts)[(slice(None), *index[1:])]
+            where = f"{name}{mxfp4.SCALES} in {self._packed[name][1].file}"
+            return mxfp4.unpacked(where, *parts)[(slice(None), *index[1:])]
         part = self._open[header.file].get_slice(name)[index]
         if header.dtype != FP8_NAME:
             return part
@@ -112,13 +113,19 @@ class TensorFiles:
 
     def wrong_pack(self, name: str, shape: Sequence[int]) -> str | None:
         """Return an error line if there are blocks or scales that do not store a tensor [E, in, out]."""
-        parts = {part: self.headers.get(part) for part in (name + mxfp4.BLOCKS, name + mxfp4.SCALES)}
+        names = name + mxfp4.BLOCKS, name + mxfp4.SCALES
+        parts = dict(zip(names, self._packed.get(name) or map(self.headers.get, names), strict=True))
         if len(shape) != 3 or not any(parts.values()):
             return None
         stored = ((part, f"{h.dtype} {list(h.shape)}" if h else "missing") for part, h in parts.items())
         found = " and ".join(f"{part} is {what}" for part, what in stored)
         needed = " and ".join(f"U8 {each}" for each in mxfp4.stored_shapes(shape))
         return f"{found}; {mxfp4.NAME} needs {needed}"
+
+    def as_stored(self, name: str) -> str:
+        """Return a tensor's name and shape; of an MXFP4 tensor those of its blocks."""
+        header = self._packed.get(name, [self.headers[name]])[0]
+        return f"{name}{mxfp4.BLOCKS * (name in self._packed)} {list(header.shape)}"
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
         """Return the narrowest dtype that holds all these tensors exactly; none may be fp8."""

@@ -143,7 +143,7 @@ def hidden(sizes: Sizes, speeds: Speeds) -> float:
 
 
 def exchange(sizes: Sizes, speeds: Speeds, num_bytes: float) -> float:
-    """Return the exposed seconds of a dispatch or combine that brings ``num_bytes`` to a mean rank."""
+    """Return the exposed seconds of a dispatch or combine that sends ``num_bytes`` to a mean rank."""
     layout, rates = sizes.layout, speeds.rates
     ranks = layout.size("ep_etp")
     if ranks == 1:

@@ -185,7 +185,7 @@ def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes) -> Iterator[SegmentTime]:
     if counts_on_host:  # its backward is one node, so dgrad includes the experts' wgrad
         products = Product(products.forward, products.inputs + products.weights)
     # weights that are sent with the rows need no barrier, and overlap as they do
-    sent_with = sizes.brings_weights
+    sent_with = sizes.sends_weights
     shown = REPLICAS * ((1 - hidden(sizes, speeds)) if sent_with else 1.0)
     pulled = shown * speeds.pass_on(sizes.pulled_bytes, in_node=True) + (0 if sent_with else 2) * barrier
     home = shown * speeds.pass_on(sizes.expert_elements * FP32, in_node=True) + (2 - sent_with) * barrier

@@ -58,7 +58,7 @@ class Sizes:
     replica_slots: int = 0
     keeps_replicas: bool = False
     """True if replica weights are saved from forward to backward."""
-    brings_weights: bool = False
+    sends_weights: bool = False
     """True if replica weights are sent with dispatched tokens."""
     on_nvidia: bool = True
     dispatcher: str = "local"
@@ -70,13 +70,13 @@ class Sizes:
         """Return the sizes of a resolved configuration; padding and transport depend on ``on_nvidia``."""
         assert config.data.seq_len is not None
         choice = config.moe.dispatcher
-        travels = choice not in ("local", "alltoall")
+        exchanges = choice not in ("local", "alltoall")
         backend = config.model.attention_backend
         facts = attention_facts(config.model)
         asked = backend is AttentionBackend.padded_flash
         model, tokens, block = config.model, routed_tokens(config, layout), 0
         experts, arrivals = experts_of(config), arrivals_of(config.moe, model, layout, tokens)
-        if travels:
+        if exchanges:
             room = arrivals.room()
             if dispatcher_facts(choice).buffer:  # holds all tokens of all ranks, so only slots are limited
                 room = room._replace(rows=layout.size("ep_etp") * tokens)
@@ -94,7 +94,7 @@ class Sizes:
             config.train.micro_batch_size,
             config.data.seq_len,
             room,
-            travels,
+            exchanges,
             facts.head != facts.value and (asked or (not on_nvidia and backend is AttentionBackend.auto)),
             block,
             frozenset(precision.fp8_products if in_fp8 else ()) - {"experts" if experts.fp8_vendor else ""},
@@ -103,7 +103,7 @@ class Sizes:
             experts.fp8_rows,
             arrivals.replica_slots,
             experts.keeps_replicas,
-            experts.brings_weights,
+            experts.sends_weights,
             on_nvidia,
             choice,
             overlaps(config, layout),

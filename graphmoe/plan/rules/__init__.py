@@ -56,9 +56,8 @@ FUNCTIONS = ("optim.schedule", "data.source")  # keys whose plug-in is a functio
 
 def check(config: RunConfig, given: Collection[str] = ()) -> None:
     """Raise one ConfigError that lists every violated rule; ``given``: typed keys. Imports plug-ins."""
-    problems = violations(config, given)
-    if problems:
-        raise ConfigError("\n  ".join(["the configuration cannot run:", *problems]))
+    if problems := violations(config, given):
+        raise ConfigError("\n  ".join(problems))
     for key, path in own_code(config):
         look_up({}, path, key, Callable if key in FUNCTIONS else object)
 

@@ -18,7 +18,7 @@ from graphmoe.config.schema import (
     ScoreFunction,
 )
 from graphmoe.config.untrusted import FileError
-from graphmoe.plan.attention import attention_facts, is_hybrid
+from graphmoe.plan.attention import attention_facts, is_hybrid, no_effect
 from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,
@@ -64,7 +64,7 @@ def model_rules(config: RunConfig) -> Iterator[str]:
     if is_hybrid(model) and model.attention != "gqa":
         yield (
             f"model.linear_attention={model.linear_attention.value} applies to model.attention=gqa only; use "
-            f"linear_attention=none"
+            f"model.linear_attention=none"
         )
     if model.rope_scaling is RopeScaling.yarn:
         if not 1 <= model.yarn_factor < math.inf:
@@ -95,18 +95,18 @@ def router_rules(config: RunConfig) -> Iterator[str]:
             f"not {model.score_function.name}"
         )
     if model.softmax_after_topk and model.renormalise:
-        yield "model.renormalise=true has no effect with model.softmax_after_topk=true; use renormalise=false"
+        yield no_effect("renormalise=true", "softmax_after_topk=true", "false")
     if model.shared_gate and not model.shared_ffn_size:
-        yield "model.shared_gate=true has no effect with model.shared_ffn_size=0; use shared_gate=false"
+        yield no_effect("shared_gate=true", "shared_ffn_size=0", "false")
     if model.input_scaling and model.top_k != 1:
         yield (
             f"model.top_k={model.top_k} weights several outputs, and model.input_scaling=true scales the one "
-            "input of a token; use top_k=1, or input_scaling=false"
+            "input of a token; use model.top_k=1, or model.input_scaling=false"
         )
     if model.input_scaling and model.layer not in LAYERS.names:
         yield (
             f"model.layer={model.layer} may not send the scaled input of model.input_scaling=true; use "
-            f"model.layer={LAYERS.names[0]}, or input_scaling=false"
+            f"model.layer={LAYERS.names[0]}, or model.input_scaling=false"
         )
     if min(groups, model.topk_groups, model.top_k) < 1:
         return  # other rules refuse these
@@ -126,7 +126,7 @@ def router_rules(config: RunConfig) -> Iterator[str]:
         needed = math.ceil(model.top_k / (experts // groups))
         yield (
             f"model.topk_groups={model.topk_groups} leaves {model.topk_groups * (experts // groups)} experts "
-            f"for model.top_k={model.top_k}; use topk_groups={needed} or more"
+            f"for model.top_k={model.top_k}; use model.topk_groups={needed} or more"
         )
 
 

@@ -40,10 +40,11 @@ def batch_rules(config: RunConfig) -> Iterator[str]:
         return
     if global_batch % micro_batch:
         below = divisors(global_batch, micro_batch)
+        above = math.ceil(global_batch / micro_batch) * micro_batch
         yield (
             f"train.global_batch_size={global_batch} is not a multiple of "
-            f"train.micro_batch_size={micro_batch}; use e.g. micro_batch_size={below[-1]} "
-            f"or global_batch_size={math.ceil(global_batch / micro_batch) * micro_batch}"
+            f"train.micro_batch_size={micro_batch}; use e.g. "
+            f"train.micro_batch_size={below[-1]} or train.global_batch_size={above}"
         )
 
 
@@ -147,7 +148,7 @@ def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
             valid = " or ".join(map(str, divisors(value, parallel.tp)))
             yield (
                 f"parallel.tp={parallel.tp} does not divide {key}={value}, the {what} that it splits; "
-                f"use tp={valid}, or {key}={lower} or {upper}"
+                f"use parallel.tp={valid}, or {key}={lower} or {upper}"
             )
 
 
@@ -208,7 +209,7 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
     if seq_len % parts:
         below = seq_len - seq_len % parts
         wanted = " or ".join(str(length) for length in (below, below + parts) if length)
-        chunks = f"chunks of 2 * cp={2 * cp}, in shares of" if ring else "shares of"
+        chunks = f"{2 * cp} chunks, in shares of" if ring else "shares of"
         yield (
             f"data.seq_len={seq_len} cannot be cut into {chunks} parallel.cp={cp} * parallel.tp={tp} ranks: "
             f"it is not a multiple of {parts}; use data.seq_len={wanted}"

@@ -129,7 +129,8 @@ def _of_model(config: RunConfig) -> Iterator[_Unused]:
         yield _Unused("model", ("attention_backend",), why)
     if not model.selection_bias:
         yield _Unused("model", ("bias_update_rate",), "with model.selection_bias=false")
-    if model.aux_loss is AuxLoss.none and model.aux_loss_coef:
+    # a Hugging Face folder that turns the loss off has a coefficient too
+    if model.aux_loss is AuxLoss.none and model.aux_loss_coef and not model.hf_family:
         how = "model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off"
         yield _Unused("model", ("aux_loss_coef",), f"with model.aux_loss=none; {how}")
     if not model.mtp_depth:

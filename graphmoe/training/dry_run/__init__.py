@@ -77,6 +77,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     axes: tuple[Axis, ...] = ("dp", "cp", "tp", "pp", "edp", "ep", "etp")
     return {
         "model": config.model.name,
+        "num_experts": config.model.num_experts,
         "world": launch.fake_world,
         "rank": rank,
         "layout": {axis: layout.size(axis) for axis in axes},

@@ -30,13 +30,14 @@ KINDS = {
 def render(document: dict[str, Any]) -> Group:
     """Show memory and collectives as tables, and whether the rank fits its device."""
     count, of_each = document["micro_batches"], document["micro_batch_size"]
+    has_experts = document["num_experts"] > 0
     return Group(
         f"[bold]{document['model']}[/bold], rank {document['rank']} of {document['world']}",
         *_pipeline_lines(document),
-        ranks_of_axes(document["layout"]),
+        ranks_of_axes(document["layout"], has_experts=has_experts),
         f"{number_of(document['global_batch_size'], 'sequence')} of {document['seq_len']} tokens in a step, "
         f"of which each data-parallel rank has {number_of(count, 'micro-batch')} of {of_each}; "
-        f"{compute_words(document['compute'], document['fp8'])}, experts balanced",
+        f"{compute_words(document['compute'], document['fp8'])}{', experts balanced' * has_experts}",
         *_shortened_lines(document),
         "\n[bold]Collectives of a step[/bold], on this rank",
         _collective_table(document["collectives"]),
@@ -58,10 +59,11 @@ def verdict(document: dict[str, Any]) -> str:
     lines = f"[bold]DOES NOT FIT[/bold]: {numbers}, {_gib(peak - card)} GiB ({peak - card:,} bytes) too few. "
     pipeline = document["pipeline"]
     if state > card:
+        of_experts = ", parallel.ep, parallel.etp" * (document["num_experts"] > 0)
         fsdp2 = "" if pipeline else ", or use parallel.dp_shard=fsdp2, which a dry run does not show"
         return (
             f"{lines}Weights, gradients and optimizer state alone take {_gib(state)} GiB, so no batch is "
-            f"small enough: raise parallel.pp, parallel.ep, parallel.etp or parallel.tp{fsdp2}"
+            f"small enough: raise parallel.pp{of_experts} or parallel.tp{fsdp2}"
         )
     ways = ["a larger parallel.tp or parallel.cp"]
     if pipeline and pipeline["schedule"] != "v_min":

@@ -82,7 +82,7 @@ CASES["a state, in 8 bits"] = (FP8, *HYBRID)
 CASES["a state, tp"] = (*HYBRID, TWO, "parallel.tp=2")
 TOLERANCE = 0.05
 """Relative tolerance of a segment's bytes: projections leave out scalars and sums over sequences."""
-TRAVELS = ("", "moe_dispatch", "moe_experts", "moe_combine")
+EXCHANGED = ("", "moe_dispatch", "moe_experts", "moe_combine")
 """Names counted as one with alltoall, whose segments are part of no graph and have no names in a dry run."""
 OF_THE_STEP = 8_268
 """Bytes of token ids and labels in a dry run."""
@@ -114,8 +114,8 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     kept = stage_activations(sizes, Recompute.of(run.recompute), whole)
     projected = sum(kept.values(), Counter())
     if run.parallel.ep > 1 and run.moe.dispatcher == "alltoall":
-        found["dispatched"] = sum(found.pop(name, 0) for name in TRAVELS)
-        projected["dispatched"] = sum(projected.pop(name, 0) for name in TRAVELS)
+        found["dispatched"] = sum(found.pop(name, 0) for name in EXCHANGED)
+        projected["dispatched"] = sum(projected.pop(name, 0) for name in EXCHANGED)
     for name in projected.keys() | found.keys() - {""}:
         assert projected[name] == pytest.approx(found[name], rel=TOLERANCE, abs=4_300), name
 

@@ -1,4 +1,4 @@
-"""Times of segments and of a model's parts: FLOPs, bytes that travel, what runs again, default layouts."""
+"""Times of segments and of a model's parts: FLOPs, bytes that are sent, what runs again, default layouts."""
 
 from collections import Counter
 from dataclasses import fields, replace

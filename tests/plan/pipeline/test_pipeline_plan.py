@@ -55,7 +55,7 @@ def even_rates(monkeypatch):
         monkeypatch.setattr(segment_times, each.__name__, each.__wrapped__)  # no time of other rates
 
 
-def test_experts_that_travel_take_their_exchange_and_with_alltoall_their_weights_come_along(even_rates):
+def test_exchanged_tokens_have_times_and_alltoall_wgrad_with_dgrad(even_rates):
     words = ("parallel.ep=4", "launch.nproc=16", "model.num_experts=8")
     of = {name: zbv_plan(*words, f"moe.dispatcher={name}", num_ranks=16) for name in ("symm", "alltoall")}
     (_, f, i, w), (_, more_f, more_i, same), (*_, i_alltoall, less) = zbv_plan(), *of.values()

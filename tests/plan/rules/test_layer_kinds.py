@@ -6,15 +6,15 @@ from tests.plan.rules.test_rules import broken
 
 RULES = """
 model.qk_norm_weight=false | model.qk_norm_weight=false applies to model.attention=gqa only; use
-model.attention=gqa model.qk_norm_weight=false | no effect with model.qk_norm=false; use qk_norm_weight=true
+model.attention=gqa model.qk_norm_weight=false | with model.qk_norm=false; use model.qk_norm_weight=true
 model.attention=gqa model.qk_norm=true model.qk_norm_weight=false model.qk_norm_whole=true | use one of them
-model.attention_chunk=8 | model.attention_chunk=8 applies to model.attention=gqa only; use attention_chunk=0
-model.attention=gqa model.attention_chunk=8 model.window=8 | use attention_chunk=0 or window=0
+model.attention_chunk=8 | model.attention_chunk=8 applies to model.attention=gqa only; use model.atten
+model.attention=gqa model.attention_chunk=8 model.window=8 | use model.attention_chunk=0 or model.window=0
 model.attention=gqa model.attention_chunk=8 model.head_dim=320 | has kernels for heads up to 256, and
 model.attention=gqa model.num_kv_heads=2 parallel.cp=4 model.attention_chunk=16 | =16 cannot run with
 model.attention=gqa model.nope_every=1 | must be 0 or 2 to model.num_layers=4; with 1 no layer
 model.attention=gqa model.attention_temperature_floor=8 | has no effect with model.nope_every=0; use
-model.attention=gqa model.attention_temperature_scale=0.2 | use attention_temperature_scale=0.1
+model.attention=gqa model.attention_temperature_scale=0.2 | use model.attention_temperature_scale=0.1
 model.moe_every=5 | model.moe_every=5 leaves no layer with experts of model.num_layers=4 after
 model.input_scaling=true | model.top_k=2 weights several outputs, and model.input_scaling=true scales the one
 model.input_scaling=true model.top_k=1 model.layer=graphmoe.model.layer:MoELayer | use model.layer=standard

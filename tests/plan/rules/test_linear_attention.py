@@ -17,7 +17,7 @@ model.linear_attention=delta_net | model.linear_attention=delta_net applies to m
 HYBRID model.full_every=0 | model.full_every=0 must be 2 to model.num_layers=4 with model.linear_attention=
 HYBRID model.full_every=5 | model.full_every=5 must be 2 to model.num_layers=4 with model.linear_attention=
 HYBRID model.window=4 | model.window=4 has no layer to apply to with model.linear_attention=delta_net; use
-HYBRID model.linear_value_heads=24 | is not a multiple of model.linear_key_heads=16; use linear_value_heads=16
+HYBRID model.linear_value_heads=24 | of model.linear_key_heads=16; use model.linear_value_heads=16
 HYBRID model.linear_key_head_dim=96 | model.linear_key_head_dim=96 has no kernels; use 16, 32, 64, 128
 HYBRID parallel.cp=2 | parallel.cp=2 splits sequences, and layers with model.linear_attention=delta_net read
 HYBRID model.linear_key_heads=1 parallel.tp=2 | does not divide model.linear_key_heads=1, the key heads that

@@ -1,6 +1,7 @@
 """Hugging Face model families that graphmoe reads and writes, and the choice among them."""
 
 import json
+import re
 from typing import Any
 
 from graphmoe.checkpoint.hf.differences import same_function
@@ -70,9 +71,20 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
     config, problems = _read(family, raw, name)
     config.hf_family = family.name
     if problems:
-        lines = [f"{where} cannot be represented:", *problems]
-        raise ConfigError("\n  ".join(lines))
+        lines = (_in_its_keys(line, family, config, raw) for line in problems)
+        raise ConfigError(f"{where}: " + "\n  ".join(lines))
     return family, config
+
+
+def _in_its_keys(line: str, family: Family, config: ModelConfig, raw: dict[str, Any]) -> str:
+    """Return an error line with keys of config.json for those of ``model`` that have their values."""
+    for name in re.findall(r"model\.(\w+)", line):
+        value = getattr(config, name, None)
+        same = [key for key, given in raw.items() if type(given) in (int, float) and given == value]
+        other = {key: _read(family, raw | {key: raw[key] + 1}, "")[0] for key in same}
+        if len(found := [key for key in same if getattr(other[key], name) != value]) == 1:
+            line = re.sub(rf"model\.{name}\b", found[0], line)
+    return line
 
 
 def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:

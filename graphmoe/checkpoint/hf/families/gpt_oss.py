@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphmoe.checkpoint.hf.family import TRANSPOSED, Family, Form, Piece
 from graphmoe.checkpoint.hf.grouped_query import attention_names, read_moe, write_moe
-from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.keys import Keys, each_nth
 from graphmoe.config.schema import AttentionBias, ModelConfig
 from graphmoe.plan.attention import model_of_layer
 
@@ -46,15 +46,13 @@ def _read(keys: Keys) -> dict[str, Any]:
 
 
 def _read_windows(keys: Keys) -> dict[str, int]:
-    layers, kinds = keys.int("num_hidden_layers"), keys.raw.get("layer_types")
+    layers = keys.int("num_hidden_layers")
     every = 2 if layers > 1 else 0
-    if kinds is not None:
-        every = kinds.index(FULL) + 1 if isinstance(kinds, list) and FULL in kinds else 0
-        if kinds != [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(layers)]:
-            keys.refuse("layer_types", kinds, f"{layers} of {SLIDING}, each n-th {FULL}")
+    if keys.raw.get("layer_types") is not None:
+        every = each_nth(keys, "layer_types", SLIDING, FULL, layers)
     if every == 1:
         return {"window": 0, "full_every": 0}
-    window = keys.int("sliding_window") if "sliding_window" in keys.raw else WINDOW
+    window = keys.int("sliding_window", absent=WINDOW)
     if window < 1:
         keys.refuse("sliding_window", window, f"1 or more with {SLIDING} in layer_types")
     return {"window": window, "full_every": every}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphmoe.checkpoint.hf.family import TRANSPOSED, Family, Form, Multimodal, Piece
 from graphmoe.checkpoint.hf.grouped_query import attention_names, read_attention, write_attention
-from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.keys import Keys, each_nth
 from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
 from graphmoe.plan.attention import model_of_layer
 from graphmoe.plan.experts import is_moe
@@ -24,7 +24,7 @@ def _read(keys: Keys) -> dict[str, Any]:
         keys.only(key, value)
     layers, width = keys.int("num_hidden_layers"), keys.int("intermediate_size")
     fields = read_attention(keys, default_theta=THETA, default_eps=1e-5)
-    normed, every = keys.bool("use_qk_norm", True), keys.int("interleave_moe_layer_step", default=1)
+    normed, every = keys.bool("use_qk_norm", True), keys.int("interleave_moe_layer_step", absent=1)
     moe = [*range(every - 1, layers, max(every, 1))]
     if (given := keys.raw.get("moe_layers")) not in (None, moe):
         keys.refuse("moe_layers", given, f"null or {moe}, by interleave_moe_layer_step={every}")
@@ -32,7 +32,7 @@ def _read(keys: Keys) -> dict[str, Any]:
         "head_dim": keys.int("head_dim", default=HEAD),
         "num_dense_layers": 0,
         "moe_every": every,
-        "dense_ffn_size": keys.int("intermediate_size_mlp", default=16384),
+        "dense_ffn_size": keys.int("intermediate_size_mlp", absent=16384),
         "num_experts": keys.int("num_local_experts"),
         "top_k": 1,
         "expert_ffn_size": width,
@@ -47,14 +47,12 @@ def _read(keys: Keys) -> dict[str, Any]:
 
 
 def _read_layers(keys: Keys, layers: int, context: int) -> dict[str, Any]:
-    every = keys.int("no_rope_layer_interval", default=INTERVAL)
-    if given := keys.raw.get("no_rope_layers"):  # 1: with rotary embedding; [] is in published files
-        every = given.index(0) + 1 if isinstance(given, list) and 0 in given else 0
+    every = keys.int("no_rope_layer_interval", absent=INTERVAL)
+    if keys.raw.get("no_rope_layers"):  # 1: with rotary embedding; [] is in published files
+        every = each_nth(keys, "no_rope_layers", 1, 0, layers)
     rotates = [int(not every or (i + 1) % every != 0) for i in range(layers)]
-    if given and given != rotates:
-        keys.refuse("no_rope_layers", given, f"null, or {layers} numbers 1, each n-th of them 0")
     kinds = [CHUNKED if rotary else FULL for rotary in rotates]
-    keys.only("layer_types", kinds)
+    keys.layers("layer_types", kinds, f"{CHUNKED} of layers with rotary embedding, {FULL} of those without")
     chunk = keys.int("attention_chunk_size", default=CHUNK)
     tuned = keys.raw.get("attn_temperature_tuning", True)  # older files have 4
     keys.only("attn_temperature_tuning", True, False, 4)

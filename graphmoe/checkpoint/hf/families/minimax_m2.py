@@ -18,9 +18,8 @@ def _read(keys: Keys) -> dict[str, Any]:
     keys.only("qk_norm_type", "per_layer")
     keys.only("shared_intermediate_size", 0)
     keys.only("routed_scaling_factor", 1.0)
-    layers, kinds = keys.int("num_hidden_layers"), keys.raw.get("attn_type_list")
-    if kinds not in (None, [1] * layers):
-        keys.refuse("attn_type_list", kinds, f"{layers} of 1, which is softmax attention")
+    layers = keys.int("num_hidden_layers")
+    keys.layers("attn_type_list", [1] * layers, f"{layers} entries 1, which is softmax attention")
     width, head = keys.int("intermediate_size"), keys.int("head_dim", default=128)
     fraction = keys.int("rotary_dim", default=head) / max(head, 1)
     return read_attention(keys, default_theta=5e6, default_fraction=fraction) | {

@@ -11,7 +11,7 @@ from typing import Any
 
 from graphmoe.checkpoint.hf.family import Family, Form, Piece
 from graphmoe.checkpoint.hf.grouped_query import attention_names, read_moe, write_moe
-from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.keys import Keys, each_nth
 from graphmoe.config.schema import LinearAttention, ModelConfig
 from graphmoe.plan.attention import is_linear
 
@@ -29,14 +29,14 @@ TAPS = Form(lambda w: w.squeeze(1), lambda w: w.unsqueeze(1), of_experts=False)
 def read(keys: Keys) -> dict[str, Any]:
     keys.only("mlp_only_layers", [])
     keys.only("decoder_sparse_step", 1)
-    width = keys.int("shared_expert_intermediate_size", default=512)
+    width = keys.int("shared_expert_intermediate_size", absent=512)
     return {
         **read_moe(keys, default_fraction=0.25),
-        **{field: keys.int(key, default=default) for key, (field, default) in SIZES.items()},
+        **{field: keys.int(key, absent=default) for key, (field, default) in SIZES.items()},
         "linear_attention": LinearAttention.delta_net,
         "full_every": _read_every(keys),
-        "head_dim": keys.int("head_dim", default=256),
-        "dense_ffn_size": keys.int("intermediate_size", default=5632),
+        "head_dim": keys.int("head_dim", absent=256),
+        "dense_ffn_size": keys.int("intermediate_size", absent=5632),
         "num_experts": keys.int("num_experts", "num_local_experts"),
         "expert_ffn_size": keys.int("moe_intermediate_size"),
         "shared_ffn_size": width,
@@ -48,16 +48,9 @@ def read(keys: Keys) -> dict[str, Any]:
 
 
 def _read_every(keys: Keys) -> int:
-    layers, every = keys.int("num_hidden_layers"), keys.int("full_attention_interval", default=4)
-    kinds = keys.raw.get("layer_types")
-    if kinds is None:
-        return every
-    if isinstance(kinds, list) and FULL in kinds:
-        every = kinds.index(FULL) + 1
-        if kinds == [LINEAR if (i + 1) % every else FULL for i in range(layers)]:
-            return every
-    keys.refuse("layer_types", kinds, f"{layers} of {LINEAR}, each n-th {FULL}")
-    return every
+    if keys.raw.get("layer_types") is None:
+        return keys.int("full_attention_interval", absent=4)
+    return each_nth(keys, "layer_types", LINEAR, FULL, keys.int("num_hidden_layers"), least=2)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from graphmoe.plan.attention import keys_of_other_scalings, keys_of_others, rota
 from graphmoe.plan.experts import EXPERT_KEYS, num_dense
 
 TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
-TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
+TRAINING_KEYS |= {"delta_net_backend", "z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """ModelConfig keys that config.json lacks, or that only training uses."""
 
 

@@ -1,6 +1,7 @@
 """Folders with a vision model too: their text model is read as from a folder of its own."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.model.sizes import count_parameters
 from graphmoe.pipeline_view.plans import load_preset
 from tests.parity.hf_models import CASES, assert_same_bits, multimodal, random_model, tensors_in, tokens_of
+from tests.parity.test_documented_families import PAGE
 from tests.parity.test_hf_configs import PUBLISHED
 from tests.parity.test_hf_parity import LIMIT, assert_gradients_agree
 from tests.tolerances import relative_error
@@ -66,6 +68,15 @@ def test_the_whole_model_has_our_logits_and_gradients_of_text(tmp_path, case):
     with torch.no_grad():
         assert relative_error(ours(tokens), model(input_ids=tokens).logits) <= LIMIT
     assert_gradients_agree(ours, model, tokens, tmp_path / "gradients")
+
+
+def test_the_page_names_each_tensor_of_a_delta_net():
+    lines = [line.split(" | ") for line in PAGE.splitlines() if line[:1] == "|" and "`linear_attn." in line]
+    for case, column in (("qwen3_next", 1), ("qwen3_5", 2)):
+        cells = [line[1] if line[column].startswith("the same") else line[column] for line in lines]
+        tensors = [name.partition(".linear_attn.")[2] for name in random_model(CASES[case]).state_dict()]
+        wanted = {name.removesuffix(".weight") for name in tensors if name}
+        assert {*re.findall(r"`linear_attn\.(\w+)`", " ".join(cells))} == wanted
 
 
 def test_a_whole_folder_of_another_family_is_refused(tmp_path):

@@ -146,9 +146,10 @@ ANSWERS = {
     "and optim=muon; a rule of your own is optim.name=package.module:NAME",
     r"llama_?4\w*": "model=llama4_scout and llama4_maverick are the text models of Llama 4",
     r"dbrx|grok|olmoe|jamba|hunyuan\w*": "this family is not there; those that "
-    "are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Qwen3-Next, Mixtral, GLM-4.5, Ling 2.0, "
-    "MiniMax-M2, gpt-oss, Llama 3 and Llama 4",
+    "are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3.5, Mixtral, GLM-4.5, "
+    "Ling 2.0, MiniMax-M2, gpt-oss, Llama 3 and Llama 4",
     r"qwen3_next\w*": "model=qwen3_next_80b_a3b is there",
+    r"qwen3_5\w*": "model=qwen3_5_35b_a3b is there",
     r"gpt_?oss\w*": "model=gpt_oss_20b, gpt_oss_120b and gpt_oss_20b_mlperf are there",
     r"glm\w*": "model=glm_4_5_air is there",
     r"ling\w*": "model=ling_mini_2 and ling_flash_2 are there",

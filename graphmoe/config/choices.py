@@ -91,6 +91,7 @@ def import_code(path: str, key: str, attribute: str = "", choices: Iterable[str]
 
 AttentionBackend = enum.StrEnum("AttentionBackend", ("auto", "sdpa", "padded_flash", "flash4", "turbo", "te"))
 AttentionBias = enum.StrEnum("AttentionBias", ("none", "qkv", "qkvo"))
+DeltaNetBackend = enum.StrEnum("DeltaNetBackend", ("auto", "triton", "fla"))
 LinearAttention = enum.StrEnum("LinearAttention", ("none", "delta_net"))
 RopeScaling = enum.StrEnum("RopeScaling", ("none", "yarn", "llama3"))
 ScoreFunction = enum.StrEnum("ScoreFunction", ("softmax", "sigmoid"))

@@ -30,6 +30,7 @@ VENDORS = {
     "flash4": Package(
         "flash_attn.cute", "flash-attn-4", "model.attention_backend=flash4", _OWN.format("flash4"), True
     ),
+    "fla": Package("fla", "fla-core", "model.delta_net_backend=fla", _OWN.format("fla"), True),
     "deepep": Package("deep_ep", "deep_ep", "moe.dispatcher=deepep", _DEEPEP, True),
 }
 TRITON = Package(

@@ -22,6 +22,7 @@ from graphmoe.config.choices import AttentionBias as AttentionBias
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import Balance as Balance
 from graphmoe.config.choices import ContextMethod as ContextMethod
+from graphmoe.config.choices import DeltaNetBackend as DeltaNetBackend
 from graphmoe.config.choices import DispatchDtype as DispatchDtype
 from graphmoe.config.choices import DpShard as DpShard
 from graphmoe.config.choices import Fp8Measure as Fp8Measure

@@ -13,6 +13,7 @@ from graphmoe.config.choices import (
     AuxLoss,
     Balance,
     ContextMethod,
+    DeltaNetBackend,
     DispatchDtype,
     DpShard,
     GroupScore,
@@ -102,6 +103,8 @@ class ModelConfig:
     """delta_net: value head size, 16, 32, 64 or 128."""
     linear_conv_taps: Size = 4
     """delta_net: positions that the convolution of queries, keys and values reads, > 0."""
+    delta_net_backend: DeltaNetBackend = DeltaNetBackend.auto
+    """delta_net: kernels: auto (triton, on a CPU a reference), triton, fla (flash-linear-attention)."""
     attention_sinks: bool = False
     """gqa: a trained logit of each head in the softmax, whose probability is dropped (gpt-oss)."""
     attention_gate: bool = False

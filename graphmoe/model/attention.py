@@ -33,9 +33,10 @@ from graphmoe.model.delta_net import GatedDeltaNet
 from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
+from graphmoe.ops.delta_net.fla import check_delta_net
 from graphmoe.ops.masked_attention import attention
 from graphmoe.ops.ring_attention import ring_attention
-from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.attention import attention_facts, is_hybrid
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import part
 
@@ -48,6 +49,8 @@ def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
 
 def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) -> None:
     """Raise ConfigError if the backend cannot run the head sizes; warn if it is slow."""
+    if is_hybrid(config):
+        check_delta_net(config.delta_net_backend, device_type)
     facts = attention_facts(config)
     groups = facts.kv_heads not in (None, config.num_heads)
     backend = choose_backend(config.attention_backend, device_type, facts.head, facts.value, groups=groups)

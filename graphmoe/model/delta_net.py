@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphmoe.config.schema import ModelConfig
+from graphmoe.config.schema import DeltaNetBackend, ModelConfig
 from graphmoe.model.blocks import RMSNorm, column_parallel, cut_along_tp, row_parallel
 from graphmoe.ops import accumulator
 from graphmoe.ops.collectives import all_gather, reduce_scatter
-from graphmoe.ops.delta_net import delta_net
+from graphmoe.ops.delta_net import delta_net, fla
 from graphmoe.ops.short_conv import gated_norm, short_conv, unit_norm
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import part
@@ -31,6 +31,7 @@ class GatedDeltaNet(nn.Module):
         keys = config.linear_key_heads * config.linear_key_head_dim
         values = config.linear_value_heads * config.linear_value_head_dim
         self.tp, self.key, self.value = tp, config.linear_key_head_dim, config.linear_value_head_dim
+        self.backend = config.delta_net_backend
         self.norm = RMSNorm(width, config.norm_eps)
         self.q_proj, self.k_proj = (column_parallel(width, keys, tp) for _ in range(2))
         self.v_proj, self.gate_proj = (column_parallel(width, values, tp) for _ in range(2))
@@ -66,7 +67,8 @@ class GatedDeltaNet(nn.Module):
         step_BSV = F.softplus(self.decay_proj(h_BSD).to(wide) + self.dt_bias_V.to(wide))
         decay_BSV = -self.log_rate_V.to(wide).exp() * step_BSV
         with part("core_attn"):
-            out_BSVW = delta_net(q_BSHK, k_BSHK, v_BSVW, decay_BSV, beta_BSV, first_BS)
+            run = fla.delta_net if self.backend is DeltaNetBackend.fla else delta_net
+            out_BSVW = run(q_BSHK, k_BSHK, v_BSVW, decay_BSV, beta_BSV, first_BS)
         gate_BSVW = self.gate_proj(h_BSD).unflatten(-1, (-1, self.value))
         assert self.out_norm.eps is not None
         out_BSVW = gated_norm(out_BSVW, self.out_norm.weight, gate_BSVW, self.out_norm.eps)

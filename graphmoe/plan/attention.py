@@ -297,7 +297,7 @@ def _without_rotary_problems(model: ModelConfig) -> Iterator[str]:
 
 DELTA_NET_KEYS = (
     *("linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_taps",
+    *("linear_conv_taps", "delta_net_backend"),
 )
 
 

@@ -36,7 +36,7 @@ EXPERT_KEYS = (
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
 TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
-TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
+TRAINING_KEYS |= {"delta_net_backend", "z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """Keys of ``model`` that config.json lacks, or that only training uses."""
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"

@@ -253,6 +253,7 @@ for name in (
     "minimax",
     "qwen3_one_kv_head",
     "qwen3_next",
+    "qwen3_5",
     "mixtral",
     "llama_scaled",
     "qwen3_dense",
@@ -281,6 +282,36 @@ def random_model(case: Case, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.4 * torch.rand(buffer.shape, generator=generator) - 0.2)
+    return model
+
+
+VISION = {
+    "Llama4": {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+        "vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8, "image_size": 28,
+    },
+    "Qwen3_5Moe": {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 12, "out_hidden_size": 26,
+        "patch_size": 2, "num_position_embeddings": 4,
+    },
+}  # fmt: skip
+"""Vision models of published folders, small."""
+
+
+def multimodal(folder: Path, text: Any) -> Any:
+    """Write the whole model that transformers has around a text model, and return it."""
+    family = type(text).__name__.removesuffix("ForCausalLM")
+    tied = {"tie_word_embeddings": text.config.tie_word_embeddings}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text.config.to_dict() | KERNELS, vision_config=VISION[family], **tied, **KERNELS
+    )
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    if family == "Llama4":
+        model.language_model.load_state_dict(text.state_dict())
+    else:
+        model.model.language_model.load_state_dict(text.model.state_dict())
+        model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(folder)
     return model
 
 

@@ -11,7 +11,7 @@ from graphmoe.checkpoint.hf.families import FAMILIES
 from graphmoe.data.tokenizer import train_bpe
 from graphmoe.model.sizes import count_parameters
 from graphmoe.pipeline_view.plans import load_preset
-from tests.parity.hf_models import CASES, assert_same_bits, random_model, reload, tensors_in
+from tests.parity.hf_models import CASES, assert_same_bits, multimodal, random_model, reload, tensors_in
 from tests.parity.test_bailing import folder_of, raw_of, weights_of
 from tests.runs import ROOT, command, metrics, slow_but
 from tests.test_docs import words_of
@@ -35,6 +35,7 @@ OF_FAMILY = {
     "llama4_text": "llama4_scout",
 }
 """The case of each family; that of Ling is one of ``test_bailing``."""
+WITH_IMAGES = ("qwen3_5_moe_text", "llama4_text")
 HERE = (
     "run.device=cpu", "compile=none", "launch.nproc=1", "launch.nodes=1", "parallel.ep=1", "parallel.pp=1",
     "data.seq_len=16", "train.global_batch_size=4", "train.val_batches=0", "log.report=false",
@@ -45,14 +46,21 @@ OWN = {"_name_or_path", "eos_token_id", "rope_parameters"}
 """Keys in which the configs differ: the run's data has another end token, and YaRN is written in full."""
 
 
-def write_published(folder, family):
+def write_published(folder, family, text_only):
+    """Write a folder as published, and return that of its text model."""
     if family == "bailing_moe_v2":
         raw = raw_of(OF_FAMILY[family]) | {"vocab_size": VOCABULARY}
         folder_of(folder, raw, weights_of(raw))
-        return
+        return folder
     case = replace(CASES[OF_FAMILY[family]], vocab_size=VOCABULARY)
     without = {"num_nextn_predict_layers": 0}  # which transformers does not write
-    random_model(replace(case, config=case.config | without)).save_pretrained(folder)
+    model = random_model(replace(case, config=case.config | without))
+    if family not in WITH_IMAGES:
+        model.save_pretrained(folder)
+        return folder
+    multimodal(folder, model)
+    model.save_pretrained(text_only)
+    return text_only
 
 
 def config_of(folder, family):
@@ -73,7 +81,7 @@ def test_documented_commands_train_a_folder_and_write_it_back(tmp_path, family):
     (train, words), (convert, back) = map(words_of, COMMANDS[family])
     given = dict(word.split("=", 1) for word in words)
     published, exported = tmp_path / given["model"], tmp_path / dict(w.split("=") for w in back)["to"]
-    write_published(published, family)
+    text = write_published(published, family, tmp_path / "text")
     train_bpe(iter(["a text"]), 300, 1).save(str(published / "tokenizer.json"))
     (tmp_path / "tokenizer.json").write_bytes((published / "tokenizer.json").read_bytes())
     (tmp_path / "corpus").mkdir()
@@ -84,10 +92,10 @@ def test_documented_commands_train_a_folder_and_write_it_back(tmp_path, family):
         assert run.wait() == 0, run.err.read_text()
     steps = [row["step"] for row in metrics(tmp_path / "outputs" / given["run.name"]) if "loss" in row]
     assert steps == [*range(1, 11)]
-    before, after = tensors_in(published), tensors_in(exported)
+    before, after = tensors_in(text), tensors_in(exported)
     assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
     assert all(not before[n].equal(after[n]) for n in before if "_proj" in n or "query_key_value" in n)
-    ours, theirs = config_of(exported, family), config_of(published, family)
+    ours, theirs = config_of(exported, family), config_of(text, family)
     assert [key for key in theirs.keys() - OWN if ours.get(key) != theirs[key]] == []
     if family != "bailing_moe_v2":
         assert theirs["rope_parameters"].items() <= ours["rope_parameters"].items()
@@ -99,7 +107,7 @@ def test_documented_commands_train_a_folder_and_write_it_back(tmp_path, family):
 
 def test_counts_of_the_page_are_those_of_the_presets():
     counts = re.findall(r"`(\w+)` has\s([\d.]+)B\sparameters(?:,\s([\d.]+)B\sactive)?", PAGE)
-    assert len(counts) == 22
+    assert len(counts) == 23
     for name, total, active in counts:
         found = count_parameters(replace(load_preset(name), mtp_depth=0))
         assert f"{found['total']['full'] / 1e9:.1f}" == total, name

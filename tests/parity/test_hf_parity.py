@@ -40,11 +40,14 @@ def test_gradients_of_every_parameter_agree_with_transformers(pair, tmp_path):
     case, theirs, _, config, ours = pair
     # the loss is the cross-entropy alone
     assert (config.aux_loss is AuxLoss.none or config.num_experts == 0) and config.mtp_depth == 0
-    tokens = tokens_of(case, case.lengths[-1] + 1)
+    assert_gradients_agree(ours, theirs, tokens_of(case, case.lengths[-1] + 1), tmp_path)
+
+
+def assert_gradients_agree(ours, theirs, tokens, folder):
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     ours.zero_grad()
     ours.loss(inputs, labels).total.backward()
-    expected = gradients_in_our_names(theirs, inputs, labels, tmp_path)
+    expected = gradients_in_our_names(theirs, inputs, labels, folder)
     scale = max(gradient.norm().item() for gradient in expected.values())
     for name, parameter in ours.named_parameters():
         difference, norm = (parameter.grad - expected[name]).double().norm(), expected[name].double().norm()

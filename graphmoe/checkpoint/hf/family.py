@@ -35,6 +35,13 @@ class Multimodal(NamedTuple):
     """What the names of the text model's tensors begin with."""
     others: tuple[str, ...]
     """What the names of tensors begin with that are not read."""
+    replaced: str = ""
+    """What ``prefix`` replaces; a name that does not begin with it, such as the head's, is the same."""
+
+    def renamed(self, name: str) -> str:
+        """Return the name in such a folder of a tensor of the text model."""
+        rest = name.removeprefix(self.replaced)
+        return self.prefix + rest if name.startswith(self.replaced) else name
 
 
 @dataclass(frozen=True)

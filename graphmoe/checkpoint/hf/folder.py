@@ -194,7 +194,7 @@ def open_hf(folder: Path) -> OpenFolder:
     layout = pieces(family, config, fused=fused)
     if (whole := family.multimodal) and any(name.startswith(whole.prefix) for name in files.headers):
         layout = [
-            replace(p, theirs=whole.prefix + p.theirs, repeats=p.repeats and whole.prefix + p.repeats)
+            replace(p, theirs=whole.renamed(p.theirs), repeats=p.repeats and whole.renamed(p.repeats))
             for p in layout
         ]
         files.headers = {n: header for n, header in files.headers.items() if not n.startswith(whole.others)}

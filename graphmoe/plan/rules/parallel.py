@@ -8,6 +8,7 @@ from graphmoe.config.schema import (
     AttentionBackend,
     ConfigError,
     ContextMethod,
+    DeltaNetBackend,
     DpShard,
     ModelConfig,
     ParallelConfig,
@@ -109,6 +110,12 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"data.document_mask=true has kernels for heads up to {MAX_MASKED_HEAD}, and those of the model "
             f"have {largest} elements; use smaller heads, or data.document_mask=false"
+        )
+    of_fla = is_hybrid(config.model) and config.model.delta_net_backend is DeltaNetBackend.fla
+    if config.data.document_mask and of_fla:
+        yield (
+            "model.delta_net_backend=fla counts the chunks of documents on the host, and is refused with "
+            "data.document_mask=true; use model.delta_net_backend=auto or triton, or data.document_mask=false"
         )
     if config.data.document_mask and not facts.documents:
         yield (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config.progress import working
-from graphmoe.config.schema import AttentionBackend, RunConfig
+from graphmoe.config.schema import AttentionBackend, DeltaNetBackend, RunConfig
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.plan import PipelinePlan
@@ -54,7 +54,9 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     launch, started = config.launch, time.perf_counter()
     assert launch.fake_world is not None
     _say_what_is_left_out(config)
-    model = replace(config.model, attention_backend=AttentionBackend.auto)
+    model = replace(
+        config.model, attention_backend=AttentionBackend.auto, delta_net_backend=DeltaNetBackend.auto
+    )
     plan = plan_of(replace(config, model=model), launch.fake_world)
     for line in without_effect(plan, launch.fake_world):
         log.warning(line)
@@ -206,6 +208,6 @@ def _say_what_is_left_out(config: RunConfig) -> None:
         log.info(
             "dry run: the forward and backward that pipeline.ep_overlap=true overlaps run one after the other"
         )
-    if config.model.attention_backend is not AttentionBackend.auto:
-        name = config.model.attention_backend.value
-        log.warning("model.attention_backend=%s has no effect on a dry run, which uses auto", name)
+    for key in ("attention_backend", "delta_net_backend"):
+        if (name := getattr(config.model, key)) != "auto":
+            log.warning("model.%s=%s has no effect on a dry run, which uses auto", key, name)

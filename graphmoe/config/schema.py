@@ -141,6 +141,8 @@ class OptimConfig:
     """AdamW's epsilon, > 0."""
     momentum: Annotated[float, BELOW_ONE, FP32] = 0.95
     """Muon's momentum, 0 <= momentum < 1."""
+    qk_clip: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
+    """QK-clip of Muon: scales heads whose attention logits may exceed it (docs/parallel.md); 0: off."""
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
     """Decoupled weight decay of matrices, >= 0."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0

@@ -34,7 +34,7 @@ from graphmoe.ops import HALF_DTYPES
 from graphmoe.ops.attention import choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
 from graphmoe.ops.delta_net.fla import check_delta_net
-from graphmoe.ops.masked_attention import attention
+from graphmoe.ops.masked_attention import attention, attention_with_lse, logit_bound
 from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.plan.attention import attention_facts, is_hybrid
 from graphmoe.plan.layout import ALONE, Layout
@@ -69,6 +69,7 @@ class CoreAttention:
     ring: bool
     window: int = 0
     chunk: int = 0
+    bounds: bool = False
 
     @classmethod
     def from_config(cls, config: ModelConfig, layout: Layout, head_dim: int) -> CoreAttention:
@@ -86,10 +87,17 @@ class CoreAttention:
 
         ``first_BS``: the first key of each query of whole sequences (`ops.masked_attention.attention`).
         """
+        return self.with_bound(q, k, v, first_BS, sinks_H)[0]
+
+    def with_bound(
+        self, q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None, sinks_H: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the output; if ``bounds``, also `logit_bound` [H], -inf for heads of other ranks of cp."""
         with part("core_attn"):
             if self.ring:
                 assert first_BS is None and sinks_H is None and not self.window
-                return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
+                out, lse = ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
+                return (out, logit_bound(lse)) if self.bounds else (out,)
             how = {"groups": q.shape[2] != v.shape[2], "is_half": q.dtype in HALF_DTYPES}
             backend = choose_backend(self.backend, q.device.type, q.shape[-1], v.shape[-1], **how)
             if sinks_H is not None and self.exchanging > 1:
@@ -98,12 +106,21 @@ class CoreAttention:
             if 0 < self.chunk < q.shape[1]:
                 whole = q.new_zeros(q.shape[:2], dtype=torch.int32) if first_BS is None else first_BS
                 first_BS = within_chunks(whole, self.chunk)
-            out = attention(
+            attend = attention_with_lse if self.bounds else attention
+            found = attend(
                 *(q, k, v), scale=self.scale, backend=backend, first_BS=first_BS, window=self.window,
                 sinks_H=sinks_H,
             )  # fmt: skip
+            out, *lses = found if isinstance(found, tuple) else (found,)
+            bounds = [self._of_all_heads(logit_bound(lse, sinks_H)) for lse in lses]
         # [B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions
-        return all_to_all(out, "cp", self.exchanging, split=1, join=2)
+        return all_to_all(out, "cp", self.exchanging, split=1, join=2), *bounds
+
+    def _of_all_heads(self, bound_H: Tensor) -> Tensor:
+        if self.exchanging == 1:
+            return bound_H
+        bounds = bound_H.new_full((self.exchanging, len(bound_H)), -torch.inf)
+        return bounds.index_copy(0, index_along("cp", bound_H)[None], bound_H[None]).flatten()
 
     def whole_sequence(self, x_BSHE: Tensor) -> Tensor:
         """All-to-all over cp, [B, S / cp, H, E] -> [B, S, H / cp, E]; the identity for ring attention."""
@@ -148,8 +165,8 @@ class LatentAttention(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, first_BS: Tensor | None = None
-    ) -> Tensor:
-        """x + attention(norm(x)), shape [B, S / (cp * tp), D]."""
+    ) -> Tensor | tuple[Tensor, ...]:
+        """x + attention(norm(x)), shape [B, S / (cp * tp), D]; with ``attend.bounds`` the bounds too."""
         h_BSD = self.norm(x_BSD)
         cos, sin = in_documents(cos_SP, first_BS), in_documents(sin_SP, first_BS)
         compresses_q = hasattr(self, "q_down")
@@ -162,8 +179,9 @@ class LatentAttention(nn.Module):
         q_BSHQ = self.attend.whole_sequence(q_BSHQ)
         with part("mla_up_proj"):
             q_BSHQ, k_BSHQ, v_BSHV = self._heads(q_BSHQ, kv, k_BSR, cos, sin)
-        out_BSHV = self.attend(q_BSHQ, k_BSHQ, v_BSHV, first_BS)
-        return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
+        out_BSHV, *bounds = self.attend.with_bound(q_BSHQ, k_BSHQ, v_BSHV, first_BS)
+        x_BSD = x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
+        return (x_BSD, *bounds) if bounds else x_BSD
 
     def _gathered(self, q_latent: Tensor, *of_keys: Tensor) -> tuple[Tensor, ...]:
         # latents are smaller than keys and values, so they are gathered
@@ -231,8 +249,8 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, first_BS: Tensor | None = None
-    ) -> Tensor:
-        """x + attention(norm(x)), shape [B, S / (cp * tp), D]."""
+    ) -> Tensor | tuple[Tensor, ...]:
+        """x + attention(norm(x)), shape [B, S / (cp * tp), D]; with ``attend.bounds`` the bounds too."""
         h_BSD, gate_BSHV = all_gather(self.norm(x_BSD), "tp", self.tp, dim=1), None
         q_BSHR = self._heads("q", self.q_proj(h_BSD))
         if self.gated:  # a head's rows of q_proj: query, then gate
@@ -248,11 +266,12 @@ class GroupedQueryAttention(nn.Module):
         elif 0 < self.temperature[0] <= (seq_len := q_BSHR.shape[1] * self.ring.cp):  # below it a factor of 1
             own = own_positions(positions(seq_len, first_BS, q_BSHR.device), self.ring, dim=0)
             q_BSHR = (q_BSHR * temperature(own, *self.temperature)[..., None, None]).to(q_BSHR.dtype)
-        out_BSHV = self.attend(q_BSHR, k_BSGR, v_BSGV, first_BS, self.sinks_H)
+        out_BSHV, *bounds = self.attend.with_bound(q_BSHR, k_BSGR, v_BSGV, first_BS, self.sinks_H)
         if gate_BSHV is not None:
             out_BSHV = out_BSHV * torch.sigmoid(gate_BSHV)
         out_BSD = reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
-        return x_BSD + (out_BSD + self.biases["o"] if "o" in self.biases else out_BSD)
+        x_BSD = x_BSD + (out_BSD + self.biases["o"] if "o" in self.biases else out_BSD)
+        return (x_BSD, *bounds) if bounds else x_BSD
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
         return (x + self.biases[name] if name in self.biases else x).unflatten(-1, (-1, self.head_dim))

@@ -35,6 +35,7 @@ from graphmoe.segments import Executor, Segment, run_segments
 OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load", "replicas")
 PLAN = ("counts", "ends", "row", "slot")
 ATTN_READS = ("x", "cos", "sin")
+LOGIT_BOUND = "logit_bound"  # of each head, fp32 [H]: attn writes it if its ``attend`` has ``bounds``
 
 
 class MoEOutput(NamedTuple):
@@ -67,6 +68,7 @@ def attn_inputs(
 
 class DenseLayer(nn.Module):
     attn_reads: tuple[str, ...] = ATTN_READS
+    attn_writes: tuple[str, ...] = ("x",)
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class DenseLayer(nn.Module):
 
     def segments(self, index: int | None = None) -> list[Segment]:
         return [
-            Segment("attn", self.attn, self.attn_reads, ("x",), layer=index),
+            Segment("attn", self.attn, self.attn_reads, self.attn_writes, layer=index),
             Segment("mlp", self.mlp, ("x",), ("x",), layer=index),
         ]
 
@@ -104,6 +106,7 @@ class MoELayer(nn.Module):
     documents = False
     """True if a plug-in gives all inputs of attn to ``self.attn``, so that ``data.document_mask`` works."""
     attn_reads: tuple[str, ...] = ATTN_READS
+    attn_writes: tuple[str, ...] = ("x",)
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class MoELayer(nn.Module):
         scaled = [self.experts_read] if self.experts_read != "h" else []
         routed = ("h", "weight", "experts", "loss", "stats", *apart, *scaled)
         pieces = [
-            piece("attn", self.attn, self.attn_reads, ("x",)),
+            piece("attn", self.attn, self.attn_reads, self.attn_writes),
             piece("moe_router", self.moe_router, read, routed),
         ]
         if self.dispatcher is not None:

@@ -161,15 +161,23 @@ def _groups_natively(q_BSHE: Tensor, v_BSGV: Tensor) -> bool:
     return q_BSHE.dtype in HALF_DTYPES and head_dim == v_BSGV.shape[-1] <= FLASH_MAX_HEAD_DIM
 
 
-def _library(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def padded_library_attention(
+    backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return `library_attention` of heads of any size."""
     # their kernels take heads of multiples of 8; padding is dropped again
     q, k, padded_v = (pad_heads(x, x.shape[-1]) for x in (q, k, v))
-    return library_attention(backend, q, k, padded_v, scale)[0][..., : v.shape[-1]]
+    out, lse = library_attention(backend, q, k, padded_v, scale)
+    return out[..., : v.shape[-1]], lse
 
 
-_LIBRARIES = AttentionBackend.flash4, AttentionBackend.turbo, AttentionBackend.te
+def _library(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return padded_library_attention(backend, q, k, v, scale)[0]
+
+
+LIBRARIES = AttentionBackend.flash4, AttentionBackend.turbo, AttentionBackend.te
 _RUN: dict[AttentionBackend, Callable[..., Tensor]] = {
     AttentionBackend.sdpa: _sdpa,
     AttentionBackend.padded_flash: _padded_flash,
-    **{backend: functools.partial(_library, backend) for backend in _LIBRARIES},
+    **{backend: functools.partial(_library, backend) for backend in LIBRARIES},
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops import accumulator, has_kernel, register_gradient
-from graphmoe.ops.attention import causal_attention
+from graphmoe.ops.attention import LIBRARIES, causal_attention, padded_library_attention
 from graphmoe.ops.ring_attention import attend_to_block, gradients_of_block
 
 
@@ -32,15 +32,44 @@ def attention(
     return _forward(q_BSHE, k_BSGE, v_BSGV, first_BS, sinks_H, scale, window)[0]
 
 
+def attention_with_lse(
+    q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, *, scale: float, backend: AttentionBackend,
+    first_BS: Tensor | None = None, window: int = 0, sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `attention`, and each query's log-sum-exp [B, H, S] with that of a sink, without gradient.
+
+    Whole sequences run the ``backend`` if that is a library, else the fastest kernel of torch.
+    """
+    window = window if window < q_BSHE.shape[1] else 0
+    if backend in LIBRARIES and first_BS is None and sinks_H is None and not window:
+        return padded_library_attention(backend, q_BSHE, k_BSGE, v_BSGV, scale)
+    return _forward(q_BSHE, k_BSGE, v_BSGV, first_BS, sinks_H, scale, window)
+
+
+def logit_bound(lse_BHS: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+    """Return an upper bound of each head's logits, fp32 [H]: the largest log-sum-exp, without a sink's share.
+
+    It exceeds the largest logit by ln(keys) at most. A sink 15 above all logits hides them: -inf or noise
+    about 15 below the sink. Without gradient.
+    """
+    largest_H = lse_BHS.detach().amax(dim=(0, 2)).float()
+    if sinks_H is None:
+        return largest_H
+    # exp(largest) is the sum over keys and the sink, which rounding may leave below the sink's part
+    return largest_H + torch.log1p(-torch.exp((sinks_H.detach().float() - largest_H).clamp_max(0.0)))
+
+
 @torch.library.custom_op("graphmoe::attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Return out, and the log-sum-exp [B, H, S] with that of the sinks, in `accumulator`'s dtype."""
     if first is None and not window:
-        assert sinks is not None
         out, lse = attend_to_block(q, k, v, scale, True)
-        lse, sink = lse.to(accumulator(q)), sinks.to(accumulator(q))[:, None]
+        lse = lse.to(accumulator(q))
+        if sinks is None:
+            return out.contiguous(), lse.contiguous()
+        sink = sinks.to(accumulator(q))[:, None]
         kept = torch.sigmoid(lse - sink).transpose(1, 2).unsqueeze(-1)
         shifted = q.new_empty(out.shape)
         torch.mul(out, kept, out=shifted)  # rounds once, without a copy in fp32
@@ -60,6 +89,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of q, k and v, and of the sinks (empty if there are none)."""
     d_out, q, k, v = _rows(d_out, q, k, v)
+    if first is None and not window and sinks is None:
+        gradients = gradients_of_block(d_out, q, k, v, out, lse, scale, True)
+        dq, dk, dv = (x.to(q.dtype).contiguous() for x in gradients)
+        return dq, dk, dv, lse.new_empty(0)
     gradients_of = _reference_gradients
     if has_kernel(q):
         from graphmoe.ops import attention_kernels as kernels

@@ -31,15 +31,17 @@ CUDNN_MAX_HEAD_DIM = 192  # beyond it cuDNN's backward depends on its version an
 _LSE_ALIGNMENT = 32
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis, size: int) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis, size: int
+) -> tuple[Tensor, Tensor]:
     """Return softmax(scale * q k^T, causal) v of this rank's queries over whole sequences -> [B, S, H, V].
 
-    q [B, S, H, E], k [B, S, G, E], v [B, S, G, V]: this rank's two chunks, S even. Sums are fp32.
+    And their log-sum-exp [B, H, S], without gradient. q [B, S, H, E], k [B, S, G, E], v [B, S, G, V]: this
+    rank's two chunks, S even. Sums are fp32.
     """
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
     assert q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[1] % 2 == 0, (q.shape, k.shape, v.shape)
-    out, _ = torch.ops.graphmoe.ring_attention(q, k, v, scale, axis, size)
-    return out
+    return torch.ops.graphmoe.ring_attention(q, k, v, scale, axis, size)
 
 
 class _Shift:

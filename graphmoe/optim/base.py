@@ -29,6 +29,8 @@ class StepResult(NamedTuple):
     lr: Tensor
     finite: Tensor
     """1.0 if the step was applied, 0.0 if skipped."""
+    max_logit: Tensor | None = None
+    """With ``optim.qk_clip``: bound of all attention logits of the step, before it was clipped."""
 
 
 class StepOptimizer(ABC):

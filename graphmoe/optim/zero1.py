@@ -16,6 +16,7 @@ from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.optim.flat_buffers import Region, families_of
+from graphmoe.optim.qk_clip import QkClip
 from graphmoe.optim.reduction import GradientReduction, WeightGather
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture import TensorSlot
@@ -47,6 +48,7 @@ class Optimizer(StepOptimizer):
         collect = weakref.WeakMethod(self._collect)
         for weight in self.weights:
             weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
+        self.qk_clip = QkClip(model, self.families, self.mesh, optim.qk_clip) if optim.qk_clip else None
         self._regions = [region for family in self.families for region in family.regions()]
         self._reduction = GradientReduction(self.families, gradients)
         self._weight_gather = WeightGather(self.families)
@@ -64,6 +66,8 @@ class Optimizer(StepOptimizer):
         self._update = compiler(functools.partial(self._update, fused=False), arguments)
 
     def executor(self, execute: Executor) -> Executor:
+        if self.qk_clip is not None:
+            execute = functools.partial(self.qk_clip.execute, execute)
         return execute if self._alone else functools.partial(self._weight_gather.execute, execute)
 
     def start_gather(self) -> None:
@@ -85,10 +89,13 @@ class Optimizer(StepOptimizer):
             gradient.finish()
         arguments = self._arguments(loss.detach().float())
         self.weight_forms.written()
-        if self._alone:
-            return StepResult(*self._update(*arguments))
-        (own,) = self._norm(*self._gradient_shards())
-        return StepResult(*self._update(self._over_ranks(own), *arguments))
+        if not self._alone:
+            (own,) = self._norm(*self._gradient_shards())
+            arguments.insert(0, self._over_ranks(own))
+        result = StepResult(*self._update(*arguments))
+        if self.qk_clip is None:
+            return result
+        return result._replace(max_logit=self.qk_clip.apply(result.finite))
 
     def model_state(self) -> dict[str, Tensor | FlatShard]:
         self.gather()
@@ -112,6 +119,8 @@ class Optimizer(StepOptimizer):
         for which, holder in holders:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
                 found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
+        if self.qk_clip:
+            found["the bounds of attention logits"] = vars(self.qk_clip), "bound_LH"
         if self.scales:
             for name in ("_scale_PW", "_largest_PW", "history_SP"):
                 found[f"the delayed scales' {name}"] = vars(self.scales), name

@@ -46,7 +46,7 @@ MetricsRow = _record(
     **_each(Number, "loss val_loss grad_norm lr tokens_per_s tflops mfu memory_gib epoch"),
     **_each(Number, "step_s start_s data_s validation_s checkpoint_s"),
     **_each(Number, "mtp_loss balance_loss z_loss router_entropy"),
-    **_each(Number, "rank_load receive_load planned_rank_load replicas replica_gb attended_keys"),
+    **_each(Number, "rank_load receive_load planned_rank_load replicas replica_gb attended_keys max_logit"),
     **_each(Count, "step tokens skipped_total"),
     load_max_over_mean=list[float] | None,
     skipped=bool,

@@ -24,7 +24,7 @@ from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.machine import device_name
 from graphmoe.run.metrics_file import BESIDE_STEPS, cut_metrics
 from graphmoe.runtime.host.files import LineFile
-from graphmoe.training.step_rows import MASKED, RECEIVED, REPLICATED, StepRow
+from graphmoe.training.step_rows import CLIPPED, MASKED, RECEIVED, REPLICATED, StepRow
 from graphmoe.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,8 @@ def to_json(
         "skipped": bool(values["skipped"]),
         "skipped_total": int(values["skipped_total"]),
     }
-    return found | {name: values[name] for name in (RECEIVED[0], *REPLICATED, *MASKED) if name in values}
+    others = RECEIVED[0], *REPLICATED, *MASKED, *CLIPPED
+    return found | {name: values[name] for name in others if name in values}
 
 
 def _finite(value: Any) -> Any:

@@ -115,6 +115,7 @@ def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
         planned=dispatcher is not None and dispatcher.capacity is not None,
         replicated=dispatcher is not None and plan.replica_slots > 0,
         masked=plan.data.document_mask,
+        clipped=plan.optim.qk_clip > 0,
     )
 
 

@@ -71,6 +71,8 @@ class TrainStep:
                 update_selection_bias(router.selection_bias, totals.counts_LE[layer], rate, result.finite)
         scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}
         scalars |= {"skipped_total": optimizer.skipped, "longest_skip": optimizer.longest_skip}
+        if result.max_logit is not None:
+            scalars["max_logit"] = result.max_logit
         return device_row(scalars, totals.counts_LE, self.mesh.layout.ep, totals.received_L2)
 
     def forward_backward(self, batches: Iterable[Tensor]) -> Totals:

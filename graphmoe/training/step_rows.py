@@ -23,6 +23,8 @@ RECEIVED = ("receive_load", "void")
 REPLICATED = ("planned_rank_load", "replicas", "replica_gb")
 # scalars with ``data.document_mask``: the mean number of keys that a position attends to
 MASKED = ("attended_keys",)
+# scalars with ``optim.qk_clip``: the bound of all attention logits
+CLIPPED = ("max_logit",)
 Mark = torch.cuda.Event | float  # device event, or host clock in seconds
 Interval = tuple[tuple[Mark, Mark], ...]  # start and end of each part between pauses
 
@@ -30,7 +32,7 @@ Interval = tuple[tuple[Mark, Mark], ...]  # start and end of each part between p
 class StepRow(NamedTuple):
     step: int
     seconds: float
-    values: dict[str, float]  # ``SCALARS`` by name; ``RECEIVED``, ``REPLICATED``, ``MASKED`` if there are any
+    values: dict[str, float]  # ``SCALARS`` by name; those of ``RECEIVED`` to ``CLIPPED`` if there are any
     load_LE: Tensor  # load of each expert over the mean of its layer, fp32
 
     @property
@@ -51,7 +53,7 @@ def device_row(
     load_LE = over_mean(counts_LE)
     of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
     scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_LE.new_ones(())}
-    names = names_of(*(names[0] in scalars for names in (RECEIVED, REPLICATED, MASKED)))
+    names = names_of(*(names[0] in scalars for names in (RECEIVED, REPLICATED, MASKED, CLIPPED)))
     row = [torch.stack([scalars[name].float() for name in names]), load_LE.flatten()]
     return torch.cat(row if received_L2 is None else [*row, received_L2.flatten().float()])
 
@@ -60,8 +62,8 @@ def over_mean(counts_LX: Tensor) -> Tensor:
     return counts_LX / counts_LX.float().mean(dim=1, keepdim=True).clamp_min(1e-9)
 
 
-def names_of(planned: bool, replicated: bool, masked: bool = False) -> tuple[str, ...]:
-    return SCALARS + RECEIVED * planned + REPLICATED * replicated + MASKED * masked
+def names_of(planned: bool, replicated: bool, masked: bool = False, clipped: bool = False) -> tuple[str, ...]:
+    return SCALARS + RECEIVED * planned + REPLICATED * replicated + MASKED * masked + CLIPPED * clipped
 
 
 class StepRows:
@@ -76,9 +78,10 @@ class StepRows:
         planned: bool = False,
         replicated: bool = False,
         masked: bool = False,
+        clipped: bool = False,
     ) -> None:
         """``capacity``: most rows between reads; ``experts``: MoE layers, experts of each."""
-        self._names, self._experts = names_of(planned, replicated, masked), experts
+        self._names, self._experts = names_of(planned, replicated, masked, clipped), experts
         on_gpu = device.type == "cuda"
         self._end = len(self._names) + math.prod(experts)
         self._host = torch.zeros(capacity, self._end + 2 * experts[0] * planned, pin_memory=on_gpu)

@@ -86,6 +86,8 @@ LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 NO_EXPERTS = (*GQA, "model.num_experts=0", "model.rope_scaling=llama3", "model.llama3_original_context=8")
 DENSE, ALL_MOE = "model.num_dense_layers=3", "model.num_dense_layers=0"
 NOT_SHARED, MICRO = "model.shared_ffn_size=0", "model.aux_loss=micro_batch"
+# gradients are not clipped: compiled updates scale them without storing them
+CLIP = ("optim.name=muon", "optim.qk_clip=3", "model.init_std=0.3", "train.clip_grad_norm=0")
 SMALL = ("train.global_batch_size=4",)
 HOT = Case(4, "ep=4", "", REPLICAS, ("train.steps=2",), change=all_on_two_experts)
 HOT_STAGE = Case(4, "pp=2 ep=2", "1f1b", REPLICAS, change=all_on_two_experts)
@@ -156,6 +158,7 @@ TWO = (
     Case(2, "pp=2", "zb1p", LAYERS, (MTP,), "traced"), Case(2, "pp=2", "zbv", LAYERS, MASK, "traced"),
     Case(2, "pp=2", "interleaved", (*LAYERS, AGAIN, "pipeline.virtual_stages=3"), (TIED,), "traced"),
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
+    Case(2, "pp=2", "zb1p", LAYERS, (*CLIP, MTP), "traced"), Case(2, "ep=2", "", TURNS, CLIP, "traced"),
 )  # fmt: skip
 MORE_OF_FOUR = (
     Case(4, "pp=2 ep=2", "1f1b", model=(*GQA, *HALF_ROTARY, "model.attention_bias=qkv", MTP)),
@@ -174,7 +177,6 @@ MORE_OF_FOUR = (
     Case(4, "cp=2", model=(LORA, MTP), change=labels_ignored),
     Case(4, "cp=2 tp=2", model=(*EIGHT_HEADS, *OPTIONS, *MASK)),
     Case(4, "tp=2 ep=4", model=(*GQA, *OPTIONS, MTP)),
-    # not clipped: compiled updates scale gradients without storing them
     Case(2, "pp=2", "zbv", LAYERS, (*GQA, *OPTIONS, "train.clip_grad_norm=0"), "traced"),
     Case(4, "tp=2 ep=2", model=(*STATE, *MASK)),
     Case(2, "pp=2", "zb1p", LAYERS, STATE, "traced"),

@@ -17,6 +17,14 @@ from tests.runs import assert_same_state
 from tests.tolerances import assert_gradient_close
 
 MUON = ("optim.name=muon",)
+CLIP = (*MUON, "optim.qk_clip=3", "model.init_std=0.3")
+GQA = (
+    *("model.attention=gqa", "model.num_kv_heads=2", "model.head_dim=6", "model.attention_bias=qkv"),
+    # AdamW would divide noise by noise in the biases of keys, whose gradients are small
+    *("model.attention_gate=true", "optim.eps=1e-2"),
+)
+FULL = ("graph.scope=full_iteration", "graph.warmup_steps=1")
+AGAIN_ALL = ("recompute.all=true",)
 SAVED = (*MUON, "checkpoint.enabled=true", "checkpoint.interval=2", "checkpoint.keep_last=9")
 
 
@@ -33,13 +41,18 @@ CASES = {
     "dp": Case(2, "", model=MUON, change=shares_matrices_out),
     "ep": Case(2, "ep=2", model=MUON),
     "pp": Case(2, "pp=2", "zb1p", model=MUON),
-    "captured": Case(2, "", model=MUON, overrides=("graph.scope=full_iteration", "graph.warmup_steps=1")),
+    "captured": Case(2, "", model=MUON, overrides=FULL),
     "a bad gradient": Case(2, "", model=MUON, change=nan_gradient_in_step_2),
     "dp of four": Case(4, "", model=MUON),
     "fewer experts than ranks": Case(4, "", model=(*MUON, "model.num_experts=2", "model.top_k=1")),
     "ep, dp": Case(4, "ep=2", model=MUON),
     "pp, ep": Case(4, "pp=2 ep=2", "1f1b", model=MUON),
     "cp, ep": Case(4, "cp=2 ep=4", model=MUON),
+    "clips": Case(2, "", model=(*CLIP, *GQA), overrides=FULL),
+    "clips, bad gradient": Case(2, "ep=2", model=CLIP, change=nan_gradient_in_step_2),
+    "clips, pp, ep": Case(4, "pp=2 ep=2", "1f1b", model=(*CLIP, "model.mtp_depth=1"), overrides=AGAIN_ALL),
+    "clips, cp, ep": Case(4, "cp=2 ep=4", model=(*CLIP, *GQA, "model.attention_sinks=true")),
+    "clips, ring": Case(2, "cp=2 cp_method=ring", model=CLIP),
 }
 AGAIN = ("dp", "pp", "ep, dp")
 RESUMED = {(2, ""), (2, "ep=2"), (2, "pp=2"), (4, "ep=2")}

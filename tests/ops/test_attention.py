@@ -13,6 +13,7 @@ from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.model.attention import check_backend
 from graphmoe.ops import attention, library_attention
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
+from graphmoe.ops.masked_attention import attention_with_lse, reference
 from tests.ops.attention_fakes import FAKES, reference_attention
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -210,6 +211,10 @@ def test_libraries_take_parts_of_a_tensor_and_transposed_heads(backend, librarie
     for keys in (k, by_sequence):
         out = causal_attention(q, keys, v, scale=SCALE, backend=backend)
         assert_forward_close(out, reference_attention(q, keys, v, scale=SCALE))
+        same, lse = attention_with_lse(q, keys, v, scale=SCALE, backend=backend)
+        _, wanted = reference(q.double(), keys.double(), v.double(), None, None, SCALE, 0)
+        assert torch.equal(same, out)
+        torch.testing.assert_close(lse.double(), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_flash4_keeps_compiled_kernels_only_in_a_folder_of_ones_own(libraries, monkeypatch):

@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops import masked_attention
-from graphmoe.ops.masked_attention import attention
+from graphmoe.ops.masked_attention import attention, attention_with_lse, logit_bound, reference
 from tests.ops.ahead_of_time import launches_of
 from tests.ops.interpreted import BACKENDS, CUDA, INTERPRETING, device_of
 from tests.tolerances import TOLERANCES, assert_forward_close
@@ -176,6 +176,30 @@ def test_sinks_alone_change_the_log_sum_exp_to_rounding():
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    "window, lengths, sinks", [(0, None, None), (0, None, 2.0), (5, None, None), (5, 9, 5.0)]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_are_bounded_by_the_log_sum_exp(backend, window, lengths, sinks, small_tiles):
+    inputs, grad = inputs_of(SHAPES["grouped"], torch.float32, device_of(backend), sinks)
+    first_BS, lses = first_keys(lengths, *SHAPES["grouped"][:2]), []
+    first_BS = None if first_BS is None else first_BS.to(inputs[0].device)
+
+    def run(q, k, v, sinks=None):
+        how = {"first_BS": first_BS, "window": window, "sinks_H": sinks}
+        out, lse = attention_with_lse(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa, **how)
+        lses.append(lse)
+        return out
+
+    found = results(run, inputs, grad)
+    for actual, expected in zip(found, results(operation(first_BS, window), inputs, grad), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    q, k, v, *_ = (x.detach().double().cpu() for x in inputs)
+    _, lse = reference(q, k, v, first_BS if lengths is None else first_BS.cpu(), None, SCALE, window)
+    bound = logit_bound(lses[0], inputs[3] if sinks else None).cpu().double()
+    torch.testing.assert_close(bound, lse.amax((0, 2)), rtol=1e-4, atol=1e-4)
+
+
 def test_whole_sequences_run_the_backend_and_a_window_over_all_keys_is_none(monkeypatch):
     seen = []
     monkeypatch.setattr(masked_attention, "causal_attention", lambda *_, **how: seen.append(how["backend"]))
@@ -187,7 +211,7 @@ def test_whole_sequences_run_the_backend_and_a_window_over_all_keys_is_none(monk
 
 
 @pytest.mark.parametrize(
-    "window, lengths, sinks", [(0, None, 1.0), (5, None, None), (0, 9, None), (5, 9, 1.0)]
+    "window, lengths, sinks", [(0, None, 1.0), (0, None, None), (5, None, None), (0, 9, None), (5, 9, 1.0)]
 )
 def test_operation_is_registered_as_torch_asks(window, lengths, sinks):
     inputs, _ = inputs_of((1, 20, 4, 2, 16, 8), torch.float32, "cpu", sinks)

@@ -48,6 +48,7 @@ RULES = (
     parallel.tensor_parallel_rules,
     parallel.shard_rules,
     parallel.matrix_rules,
+    parallel.clip_rules,
     parallel.context_parallel_rules,
 )
 

@@ -186,6 +186,29 @@ def matrix_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
+def clip_rules(config: RunConfig) -> Iterator[str]:
+    """Yield an error for each key with which ``optim.qk_clip`` cannot bound logits, or change them."""
+    model, clip = config.model, config.optim.qk_clip
+    off, given = "or optim.qk_clip=0", f"optim.qk_clip={clip:g}"
+    if not clip:
+        return
+    if config.optim.name != "muon":
+        yield f"{given} belongs to Muon, and optim.name={config.optim.name}; use optim.name=muon, {off}"
+    if clip <= (least := math.log(max(seq_len_of(config), 1))):
+        yield (
+            f"{given} is not above {least:.2f}, the log-sum-exp of data.seq_len={seq_len_of(config)} logits "
+            f"of 0; use optim.qk_clip=100, {off}"
+        )
+    if model.qk_norm:
+        yield (
+            f"{given} scales weights of queries and keys, which model.qk_norm=true norms; use "
+            f"model.qk_norm=false, {off}"
+        )
+    for key, known in (("attention", ATTENTIONS), ("layer", LAYERS)):
+        if (value := getattr(model, key)) not in known.names:
+            yield f"model.{key}={value} bounds no logits for {given}; use {' or '.join(known.names)}, {off}"
+
+
 def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMethod:
     if parallel.cp_method is not ContextMethod.auto:
         return parallel.cp_method

@@ -14,6 +14,7 @@ from graphmoe.config.schema import ConfigError, DeltaNetBackend
 from graphmoe.model.attention import check_backend
 from graphmoe.model.build import build_model
 from graphmoe.ops.delta_net import fla, reference
+from graphmoe.plan.attention import is_linear
 from tests.ops.test_delta_net import DECAYS, inputs_of, results, written_out
 from tests.plan.rules.test_linear_attention import HYBRID
 from tests.plan.rules.test_rules import broken
@@ -95,12 +96,14 @@ def test_a_model_runs_the_backend_that_its_configuration_names(stand_in):
     words = f"{HYBRID} model.linear_key_heads=2 model.linear_value_heads=4 model.hidden_size=64".split()
     losses = []
     for backend in ("auto", "fla"):
-        model = build_model(config(*words, f"model.delta_net_backend={backend}").model, seed=0).bfloat16()
+        shape = config(*words, f"model.delta_net_backend={backend}").model
+        model = build_model(shape, seed=0).bfloat16()
         tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
         loss = model.loss(tokens[:, :-1], tokens[:, 1:]).total
         loss.backward()
         losses.append(loss.item())
-        assert len(stand_in) == (2 if backend == "fla" else 0)
+        delta_nets = sum(is_linear(shape, i) for i in range(shape.num_layers))
+        assert len(stand_in) == (delta_nets if backend == "fla" else 0) and delta_nets
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
@@ -112,7 +115,7 @@ def test_fla_is_refused_if_it_refuses_triton(capability, triton, tilelang, refus
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(fla, "version_of", lambda name: {"triton": triton}[name])
     monkeypatch.setattr(fla, "is_installed", lambda name: tilelang)
-    said = "delta_net_backend=fla refuses triton 3.* auto or triton$"
+    said = "delta_net_backend=fla refuses triton 3.*=auto or triton$"
     with pytest.raises(ConfigError, match=said) if refused else contextlib.nullcontext():
         check_backend(config(*HYBRID.split(), "model.delta_net_backend=fla").model, "cuda")
 

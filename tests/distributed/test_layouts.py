@@ -58,7 +58,8 @@ NEARLY_ALL = (
 )
 EXCHANGES = ("graph.scope=[moe_dispatch,moe_combine]", *LAYERS[1:])
 SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
-SENT = Case(2, "ep=2", mode="traced")
+BY_EACH = "traced by each rank"
+SENT = Case(2, "ep=2", mode=BY_EACH)
 SENDS = (SENT, replace(SENT, overrides=(SENT_TWICE,)))
 GQA = ("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2", "model.qk_norm=true")
 EIGHT_HEADS = (*GQA, "model.num_heads=8", "model.num_kv_heads=4")
@@ -208,16 +209,16 @@ MORE_OF_FOUR = (
     Case(4, "pp=2 ep=2", "interleaved", TURNS, (MTP,), "traced"),
     Case(4, "pp=2 ep=2", "zb1p", TURNS, (ALL_MOE,), "traced"), Case(2, "pp=2", "dualpipe_v", model=(TIED,)),
 )  # fmt: skip
-LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), "traced")
-ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode="traced")
+LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), BY_EACH)
+ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode=BY_EACH)
 OF_TP = {("all_gather", "tp"), ("reduce_scatter", "tp"), ("all_reduce", "tp")}
 AXES = {  # operations that graphs of layouts send by, each with its axis
     ONE_PROCESS: OF_TP | {("all_reduce", "cp_tp")},
     LAYERS_AGAIN: OF_TP,
-    Case(2, "cp=2", model=(ALL_MOE,), mode="traced"): {
+    Case(2, "cp=2", model=(ALL_MOE,), mode=BY_EACH): {
         ("all_to_all", "cp"), ("all_gather", "cp_tp"), ("reduce_scatter", "cp_tp"), ("index_along", "cp"),
     },
-    Case(2, f"cp=2 {RING}", model=GQA, mode="traced"): {
+    Case(2, f"cp=2 {RING}", model=GQA, mode=BY_EACH): {
         ("ring_attention", "cp"), ("ring_attention_backward", "cp"),
     },
     replace(SENT, overrides=("passes.disabled=[fuse_experts]",)): set(),

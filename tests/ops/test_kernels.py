@@ -74,7 +74,7 @@ PRODUCTS = {
     "test_masked_attention": ("forward_kernel", "dq_kernel", "dkv_kernel"),
 }
 """Kernels that run on matrix instructions."""
-SCALED = {(file, target): n for file, n in (("test_mx_mlp", 52), ("test_fp8_blocks", 4)) for target in MX}
+SCALED = {(file, target): n for file, n in (("test_mx_mlp", 26), ("test_fp8_blocks", 4)) for target in MX}
 """Numbers of products on instructions that take scales of blocks of 32."""
 
 

@@ -48,7 +48,8 @@ class Case:
     schedule: str = ""
     overrides: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
-    mode: str = "eager"  # or traced: compiled units run as they were traced; inductor: they are compiled
+    # or traced, traced by each rank: compiled units run as they were traced; inductor: they are compiled
+    mode: str = "eager"
     change: Change | None = None  # of the trainers of both
 
     def __str__(self) -> str:
@@ -66,7 +67,8 @@ class Case:
             own.append(f"pipeline.schedule={self.schedule}")
         compiled = () if self.mode == "eager" else ("compile.enabled=true",)
         words = (*self.alone.words, *own, *compiled, *self.overrides)
-        return Training(words, functools.partial(check, self.change), self.mode == "traced")
+        change = functools.partial(check, self.change)
+        return Training(words, change, self.mode.startswith("traced"), self.mode.endswith("by each rank"))
 
     @property
     def alone(self) -> Training:

@@ -8,7 +8,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -67,7 +66,8 @@ class Job:
             time.sleep(0.005)
         assert not any(process.exitcode for process in self.processes), self._errors()
         ranks = range(len(self.processes))
-        by_rank = [pickle.loads((self._scratch / f"{rank}.results").read_bytes()) for rank in ranks]
+        files = [self._scratch / f"{rank}.results" for rank in ranks]
+        by_rank = [torch.load(file, weights_only=False) for file in files]
         return {name: [results[name] for results in by_rank] for name in self.cases}
 
     def _errors(self) -> str:
@@ -95,6 +95,7 @@ def _rank(
     os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), **NO_MULTICAST}
     torch.set_num_threads(1)
     gc.freeze()  # a collection takes half a second where it looks through the modules too
+    gc.unfreeze = lambda: None  # which each run calls at its end
     logging.basicConfig(filename=scratch / f"{rank}.log", level=logging.INFO)
     backend = backend_of(torch.device(device))
     try:
@@ -115,7 +116,7 @@ def _rank(
             dist.destroy_process_group()
             del ranks
             gc.collect()
-        (scratch / f"{rank}.results").write_bytes(pickle.dumps(results))
+        torch.save(results, scratch / f"{rank}.results")  # pickle would make a file of each tensor
     except BaseException:
         (scratch / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise

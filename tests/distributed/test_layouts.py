@@ -58,7 +58,8 @@ NEARLY_ALL = (
 )
 EXCHANGES = ("graph.scope=[moe_dispatch,moe_combine]", *LAYERS[1:])
 SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
-SENT = Case(2, "ep=2", mode="traced")
+BY_EACH = "traced by each rank"
+SENT = Case(2, "ep=2", mode=BY_EACH)
 SENDS = (SENT, replace(SENT, overrides=(SENT_TWICE,)))
 GQA = ("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2", "model.qk_norm=true")
 EIGHT_HEADS = (*GQA, "model.num_heads=8", "model.num_kv_heads=4")
@@ -100,7 +101,7 @@ FOUR = (
     Case(4, "pp=2 cp=2 ep=2", "1f1b", model=(MTP, *MASK)),
     Case(4, "pp=2 cp=2 ep=2", "1f1b", model=GPT_OSS),
     Case(4, "tp=2 ep=2", "", (*SMALL, *ROOM), GPT_OSS),
-    Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS)),
+    Case(4, "cp=2 tp=2", "", SMALL, (*EIGHT_HEADS, *OPTIONS, *MASK)),
     Case(4, "pp=2 tp=2", "1f1b", model=(*NO_EXPERTS, TIED)),
     Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*WHOLE, "model.mtp_depth=1")),
     Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*LLAMA4, *MASK)),
@@ -123,9 +124,7 @@ ONE_LAYER = Case(2, "ep=2", "", REPLICAS, ("model.num_layers=2",), "traced")
 LIKE = {  # cases that are bitwise others: routed again in the backward, or with backwards in turns
     Case(2, "pp=2", "1f1b", (AGAIN,)): Case(2, "pp=2", "1f1b"),
     SENDS[1]: SENT,
-    replace(ONE_BY_ONE, overrides=(*TURNS, *FULL)): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *PARTIAL)): ONE_BY_ONE,
-    replace(ONE_BY_ONE, overrides=(*TURNS, *NEARLY_ALL)): ONE_BY_ONE,
     replace(MASKED, overrides=(*TURNS, *NEARLY_ALL)): MASKED,
     replace(MASKED, overrides=(*TURNS, *FULL)): MASKED,
     replace(ONE_BY_ONE, overrides=(*TURNS, *LAYERS)): ONE_BY_ONE,
@@ -170,12 +169,11 @@ MORE_OF_FOUR = (
     Case(4, "pp=2 tp=2", "zb1p", FULL, NO_EXPERTS, "traced"),
     HOT_STAGE, Case(4, f"ep=2 {FSDP}", overrides=(AGAIN,)), Case(4, "pp=4", "zb1p", mode="traced"),
     Case(4, "ep=2 etp=2", model=(MTP, "moe.force_balance=true")),
-    Case(4, "tp=2 ep=4", model=(NOT_SHARED, MICRO)), Case(4, "tp=2", model=(DENSE,)),
+    Case(4, "tp=2 ep=4", model=(NOT_SHARED, MICRO)),
     Case(4, "tp=2 ep=2", model=("model.selection_bias=false", "model.score_function=sigmoid", *GROUPS)),
     Case(4, "tp=2", model=(*GQA, MTP), change=labels_ignored),
     Case(4, "tp=2", model=("model.aux_loss=sequence",), change=all_labels_ignored),
     Case(4, "cp=2", model=(LORA, MTP), change=labels_ignored),
-    Case(4, "cp=2 tp=2", model=(*EIGHT_HEADS, *OPTIONS, *MASK)),
     Case(4, "tp=2 ep=4", model=(*GQA, *OPTIONS, MTP)),
     Case(2, "pp=2", "zbv", LAYERS, (*GQA, *OPTIONS, "train.clip_grad_norm=0"), "traced"),
     Case(4, "tp=2 ep=2", model=(*STATE, *MASK)),
@@ -195,7 +193,6 @@ MORE_OF_FOUR = (
     Case(4, "pp=2 cp=2", "interleaved", LAYERS, LLAMA4, "traced"),
     Case(4, f"cp=4 {RING}", model=(*LLAMA4, "model.attention_chunk=0")),
     Case(4, "ep=4", model=LLAMA4, change=all_labels_ignored), Case(2, "ep=2", model=LLAMA4, mode="traced"),
-    Case(2, "", model=LLAMA4, mode="traced"),
     Case(4, "pp=2 ep=2", "zb1p", ROOM, GPT_OSS, "traced"), Case(4, "cp=2", model=GPT_OSS, mode="traced"),
     Case(4, "ep=2", model=(*GPT_OSS, "optim.name=muon")),
     Case(4, "etp=2", model=(MICRO,), change=an_expert_without_tokens),
@@ -203,23 +200,22 @@ MORE_OF_FOUR = (
     Case(4, FSDP, change=nan_gradient_in_step_2), Case(4, FSDP, model=("model.num_experts=6",)),
     Case(4, f"tp=2 ep=4 {FSDP}", model=(TIED,)),
     Case(4, "pp=4", "zbv", ("pipeline.layout=E|t|t|t|t|m|m|L",), (MTP,)),
-    Case(4, "pp=2 ep=2", "zb1p", model=(TIED,)),
     Case(4, "pp=2 tp=2", "1f1b", model=(MTP, TIED)), Case(4, "pp=2 cp=2 etp=2", "1f1b"),
     Case(4, "", overrides=("train.global_batch_size=32", "optim.bucket_mb=100")),
     Case(4, "pp=4", "1f1b", ("train.micro_batch_size=4",)),  # more stages than micro-batches
     Case(4, "pp=2 ep=2", "interleaved", TURNS, (MTP,), "traced"),
     Case(4, "pp=2 ep=2", "zb1p", TURNS, (ALL_MOE,), "traced"), Case(2, "pp=2", "dualpipe_v", model=(TIED,)),
 )  # fmt: skip
-LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), "traced")
-ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode="traced")
+LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), BY_EACH)
+ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode=BY_EACH)
 OF_TP = {("all_gather", "tp"), ("reduce_scatter", "tp"), ("all_reduce", "tp")}
 AXES = {  # operations that graphs of layouts send by, each with its axis
     ONE_PROCESS: OF_TP | {("all_reduce", "cp_tp")},
     LAYERS_AGAIN: OF_TP,
-    Case(2, "cp=2", model=(ALL_MOE,), mode="traced"): {
+    Case(2, "cp=2", model=(ALL_MOE,), mode=BY_EACH): {
         ("all_to_all", "cp"), ("all_gather", "cp_tp"), ("reduce_scatter", "cp_tp"), ("index_along", "cp"),
     },
-    Case(2, f"cp=2 {RING}", model=GQA, mode="traced"): {
+    Case(2, f"cp=2 {RING}", model=GQA, mode=BY_EACH): {
         ("ring_attention", "cp"), ("ring_attention_backward", "cp"),
     },
     replace(SENT, overrides=("passes.disabled=[fuse_experts]",)): set(),

@@ -23,7 +23,7 @@ from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.layouts import REPLICAS, Case
 from tests.distributed.ranks import Job
 from tests.ops import replica_cases
-from tests.ops.replica_cases import HOLDERS, Results, assert_traffic_is_that_of_the_definition
+from tests.ops.replica_cases import HOLDERS, assert_traffic_is_that_of_the_definition
 
 pytestmark = pytest.mark.slow
 RANKS, SIZE = 4, 2
@@ -56,8 +56,7 @@ class Collective:
     dim: int
     dtype: torch.dtype
 
-    def __call__(self, ranks: Ranks, folder: Path) -> Ends:
-        ops.use_groups(Mesh(LAYOUT))
+    def __call__(self, ranks: Ranks) -> Ends:
         generator = torch.Generator().manual_seed(ranks.rank)
         x = self.values(self.shape, generator).requires_grad_()
         y = RUN[self.kind](x, self.dim)
@@ -81,15 +80,17 @@ REPLICATED = {
 }
 
 
-def traffic(case: replica_cases.Case, ranks: Ranks, folder: Path) -> Results:
-    use_peers(CollectivePeers(dist.group.WORLD))
-    return case.run(ranks.rank)
-
-
-def checks_and_sums(ranks: Ranks, folder: Path) -> None:
-    """Torch's checks of the operations; several tensors are summed, and each rank knows its place."""
+def operations(ranks: Ranks, _: Path) -> dict[str, Any]:
+    """Results of all cases of one operation: they share groups, which take longer to make than to use."""
     ops.use_groups(Mesh(LAYOUT))
     use_peers(CollectivePeers(dist.group.WORLD))
+    checks_and_sums(ranks)
+    found: dict[str, Any] = {name: case(ranks) for name, case in COLLECTIVES.items()}
+    return found | {name: case.run(ranks.rank) for name, case in REPLICATED.items()}
+
+
+def checks_and_sums(ranks: Ranks) -> None:
+    """Torch's checks of the operations; several tensors are summed, and each rank knows its place."""
     x = torch.arange(4.0).view(2, 2) + ranks.rank
     case, graphmoe = replica_cases.Case(RANKS, 2, 2, "all"), torch.ops.graphmoe
     weights = case.weights(ranks.rank, 0).nan_to_num().requires_grad_()
@@ -144,7 +145,6 @@ CAPTURED = {  # whether exchanges of rows send weights of replicas, and whether 
 }  # fmt: skip
 TWO_LAYERS = ("model.num_dense_layers=0", "model.num_layers=2")
 OTHERS = {
-    "checks and sums": checks_and_sums,
     "replicas in turns": functools.partial(in_turns, ()),
     "replicas in turns, kept": functools.partial(in_turns, ("moe.replica_keep=true",)),
     **{f"replicas, {scope}": functools.partial(captured, scope) for scope in CAPTURED},
@@ -153,8 +153,9 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> dict[str, list[Any]]:
-    replicated = {name: functools.partial(traffic, case) for name, case in REPLICATED.items()}
-    return Job(folder, {**COLLECTIVES, **replicated, **OTHERS}, RANKS).results()
+    found = Job(folder, {"operations": operations, **OTHERS}, RANKS).results()
+    by_rank = found.pop("operations")
+    return found | {name: [of_rank[name] for of_rank in by_rank] for name in (*COLLECTIVES, *REPLICATED)}
 
 
 def expected(kind: str, xs: list[Tensor], dim: int, index: int, back: bool) -> Tensor:

@@ -1,7 +1,9 @@
 """Training runs as cases of `tests.distributed.ranks`, and what they leave behind."""
 
 import contextlib
+import fcntl
 import functools
+import hashlib
 import io
 import math
 import os
@@ -27,8 +29,11 @@ from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile import code as unit_code
+from graphmoe.runtime.compile import executor
 from graphmoe.runtime.compile.code import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.graphs import UnitGraphs
+from graphmoe.runtime.compile.kept import kept_graphs, lasting_text
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.ranks import Ranks
@@ -104,6 +109,7 @@ class Training:
     words: tuple[str, ...]
     change: Change | None = None
     traced: bool = False  # compiled units run as they were traced: Inductor takes a minute for a run's
+    each_rank: bool = False  # each rank traces by itself; else ranks and runs share traces of equal units
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -115,7 +121,8 @@ class Training:
         return {**vars(self), "config": self.config}
 
     def __call__(self, ranks: Ranks, folder: Path) -> Outcome:
-        with as_traced() if self.traced else unmeasured():
+        shared_by = f"rank {ranks.rank}" if self.each_rank else "all ranks"
+        with as_traced(shared_by) if self.traced else unmeasured():
             return self._train(ranks, folder)
 
     def _train(self, ranks: Ranks, folder: Path) -> Outcome:
@@ -157,14 +164,35 @@ class Training:
         )
 
 
+_traces: dict[str, UnitGraphs] = {}
+
+
 @contextlib.contextmanager
-def as_traced() -> Iterator[None]:
-    """Run graphs as they were traced instead of compiling them; passes do not tell what they save."""
+def as_traced(shared_by: str = "") -> Iterator[None]:
+    """Run graphs as they were traced instead of compiling them; passes do not tell what they save.
+
+    A trace takes about a second, so equal units of all runs in this context share one, or of all runs and
+    ranks of the test session whose ``shared_by`` is the same.
+    """
+    known = _traces if shared_by else {}
 
     def traced(graph: torch.fx.GraphModule, *_: object) -> Callable[..., Any]:
         return torch.no_grad()(graph.forward)
 
-    with mock.patch.object(unit_code, "compile_inference", traced), unmeasured():
+    def once(kept: Path | None, key: tuple[Any, ...], trace: Callable[[], UnitGraphs]) -> UnitGraphs:
+        text = lasting_text((shared_by, key))
+        if kept is not None or text is None:
+            return kept_graphs(kept, key, trace)
+        if text not in known and shared_by:
+            folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "traces")
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"{hashlib.sha256(text.encode()).hexdigest()}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one rank traces, the others load, in a quarter of the time
+                known[text] = kept_graphs(folder, (shared_by, *key), trace)
+        return known[text] if text in known else known.setdefault(text, trace())
+
+    graphs = mock.patch.object(executor, "kept_graphs", once)
+    with mock.patch.object(unit_code, "compile_inference", traced), graphs, unmeasured():
         yield
 
 

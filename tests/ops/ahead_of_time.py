@@ -1,23 +1,22 @@
 """Compilation of Triton kernels for four GPUs on a machine that has none, with facts about the code.
 
 A file of tests lists calls in ``ahead_of_time_cases``, whose kernels are the cases (`launches_of`), and
-`tests/ops/test_kernels.py` asserts on the facts. One fresh process compiles all cases of a module: one with
-TRITON_INTERPRET=1 can't compile.
+`tests/ops/test_kernels.py` asserts on the facts. A child of the fork server compiles all cases of a module.
 """
 
-import fcntl
 import functools
 import importlib
-import json
-import os
+import math
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tests.forked import FORKS
 
 ROOT = Path(__file__).parents[2]
 TARGETS = {  # name: (backend, architecture, threads of a warp)
@@ -28,6 +27,9 @@ TARGETS = {  # name: (backend, architecture, threads of a warp)
 }
 ON_NVIDIA_ONLY = ("tests.ops.test_symmetric_mm",)
 """Modules whose kernels a library replaces on AMD GPUs."""
+TILES = ("BLOCK", "BLOCK_C", "BLOCK_M", "BLOCK_N", "BLOCK_R", "COLUMNS", "ROWS")
+SIZES, OF_EXPERTS = ("C", "D", "F", "H", "M", "N"), ("BLOCK_E", "E", "K")
+"""Names of constants of kernels."""
 KINDS = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
 KINDS |= {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 KINDS |= {"int32": "i32", "int64": "i64", "uint8": "u8"}
@@ -76,15 +78,30 @@ def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def launches_of_layers(layers: Mapping[str, Any], every_step: Callable[..., Any]) -> list[dict[str, Any]]:
-    cases = []
+    """Cases of all launches of the layers, one of those whose code differs in the values of sizes only."""
+    cases: dict[str, dict[str, Any]] = {}
     for kind, targets in {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950")}.items():
         for shape, sizes in layers.items():
             for case in launches_of("", functools.partial(every_step, kind, *sizes)):
                 if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
                     continue  # of ops.grouped_mlp
                 case["constexprs"] |= {"UPCAST": False} if "UPCAST" in case["constexprs"] else {}
-                cases.append(case | {"name": f"{case['name']} {len(cases)} {kind} {shape}", "only": targets})
-    return cases
+                own = case | {"name": f"{case['name']} {len(cases)} {kind} {shape}", "only": targets}
+                cases.setdefault(kind + _paths_of(case), own)
+    return [*cases.values()]
+
+
+def _paths_of(case: Mapping[str, Any]) -> str:
+    """A text that is equal for cases with the same branches, tiles and types.
+
+    A size decides whether tiles cover it, and its largest factor in a tile. The number of experts (E) and of
+    slots of a token (K) decide a loop's end and a division; a block of experts is as large as E.
+    """
+    values = case["constexprs"]
+    tile = max((n for name, n in values.items() if name in TILES), default=256)
+    sizes = {name: math.gcd(values[name], tile) for name in SIZES if isinstance(values.get(name), int)}
+    paths = {name: value for name, value in (values | sizes).items() if name not in OF_EXPERTS}
+    return repr((case["name"], case["signature"], paths, case["options"]))
 
 
 def compiled(module: str, target: str) -> dict[str, SimpleNamespace]:
@@ -97,19 +114,23 @@ def compiled(module: str, target: str) -> dict[str, SimpleNamespace]:
 
 @functools.cache
 def _compile_elsewhere(module: str) -> dict[str, dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    line = [sys.executable, "-m", "tests.ops.ahead_of_time", module]
-    with open(Path(tempfile.gettempdir(), f"{module}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers would compile all twice
-        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    facts: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, mp_context=FORKS) as pool:
+        return pool.submit(_facts_of, module).result()
+
+
+def _facts_of(module: str) -> dict[str, dict[str, Any]]:
+    """Compile all cases of a module for all targets; runs in the other process."""
+    facts: dict[str, dict[str, Any]] = {target: {} for target in TARGETS}
+    for case in importlib.import_module(module).ahead_of_time_cases():
+        for target in case.get("only", TARGETS):
+            assert case["name"] not in facts[target], f"{module}: two cases of one name: {case['name']}"
+            facts[target][case["name"]] = _compile_case(case, target)
+    targets = [target for target in TARGETS if target.startswith("sm") or module not in ON_NVIDIA_ONLY]
+    assert all(facts[target] for target in targets), f"{module} lists no case for a target: {facts}"
     return facts
 
 
 def _compile_case(case: dict[str, Any], target: str) -> dict[str, Any]:
-    """Compile one case; runs in the other process."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -164,19 +185,3 @@ def _resources(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.check_output([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], text=True)
-
-
-def main(module: str) -> None:
-    """Compile all cases of a module for all targets and print the facts as one line of JSON."""
-    facts: dict[str, dict[str, Any]] = {target: {} for target in TARGETS}
-    for case in importlib.import_module(module).ahead_of_time_cases():
-        for target in case.get("only", TARGETS):
-            assert case["name"] not in facts[target], f"{module}: two cases of one name: {case['name']}"
-            facts[target][case["name"]] = _compile_case(case, target)
-    targets = [target for target in TARGETS if target.startswith("sm") or module not in ON_NVIDIA_ONLY]
-    assert all(facts[target] for target in targets), f"{module} lists no case for a target: {facts}"
-    print(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 CUDA = pytest.param("cuda", marks=NEEDS_GPU)
 BACKENDS = ["interpreted"] if INTERPRETING else ["plain", CUDA]
 KERNELS = ["interpreted"] if INTERPRETING else [CUDA]
+
+
+def in_turn(values: Sequence[Any], number: int) -> Sequence[Any]:
+    """Values that meet another axis of a table at ``number``: all, but in the interpreter one in turn."""
+    return [values[number % len(values)]] if INTERPRETING else values
 
 
 def _cast_by_torch() -> None:

@@ -11,7 +11,7 @@ from torch.library import opcheck
 from graphmoe.ops.grouped_mlp import triton_backend, wgrad_in_two
 from graphmoe.ops.grouped_mlp.reference import TORCH, Experts, Plan
 from graphmoe.ops.symm.peers import exchange_of
-from tests.ops.interpreted import BACKENDS, KERNELS, device_of
+from tests.ops.interpreted import BACKENDS, KERNELS, device_of, in_turn
 from tests.ops.mlp_cases import (
     CASES,
     NAN,
@@ -33,7 +33,9 @@ SPLIT = {  # case: number of own experts
 }  # fmt: skip
 ALL_CASES = [*SPLIT.items(), *(("all tokens on one expert", own) for own in (3, 4, 6))]
 """The last have all rows on expert 3 of 7: the first of the second list, or one of the first list."""
-EACH_DTYPE = [(case, own, dtype) for case, own in ALL_CASES for dtype in DTYPES[:2]]
+EACH_DTYPE = [
+    (case, own, dtype) for at, (case, own) in enumerate(ALL_CASES) for dtype in in_turn(DTYPES[:2], at)
+]
 ops = torch.ops.graphmoe
 
 

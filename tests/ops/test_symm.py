@@ -12,7 +12,7 @@ from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import Region, Sizes
 from tests.emulated_peers import Emulation
 from tests.ops.ahead_of_time import launches_of
-from tests.ops.interpreted import INTERPRETING, KERNELS, device_of
+from tests.ops.interpreted import INTERPRETING, KERNELS, device_of, in_turn
 from tests.ops.symm_cases import (
     Case,
     assert_exchanges_are_those_of_alltoall,
@@ -39,9 +39,13 @@ CASES = [
         Case(2, slots, block=block, dtype=dtype)
         for slots in (1, 2, 3, 4)
         for block in (0, 2, 9)
-        for dtype in (torch.float32, BF16)
+        for dtype in in_turn((torch.float32, BF16), slots + block)
     ),
-    *(Case(4, 2, etp, block, BF16 if block else torch.float32) for etp in (1, 2, 4) for block in (0, 1, 9)),
+    *(
+        Case(4, 2, etp, block, BF16 if block else torch.float32)
+        for etp in (1, 2, 4)
+        for block in in_turn((0, 1, 9), etp // 2)
+    ),
     *(Case(4, 2, etp, block, favourites=(0, 1)) for etp in (1, 2) for block in (0, 2)),
     *(Case(3, 2, block=block, columns=5) for block in (0, 3)),
     *(Case(3, 3, block=block, columns=37, dtype=BF16) for block in (0, 3)),

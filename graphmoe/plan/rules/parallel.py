@@ -190,7 +190,7 @@ def clip_rules(config: RunConfig) -> Iterator[str]:
     """Yield an error for each key with which ``optim.qk_clip`` cannot bound logits, or change them."""
     model, clip = config.model, config.optim.qk_clip
     off, given = "or optim.qk_clip=0", f"optim.qk_clip={clip:g}"
-    if not clip:
+    if clip <= 0:
         return
     if config.optim.name != "muon":
         yield f"{given} belongs to Muon, and optim.name={config.optim.name}; use optim.name=muon, {off}"

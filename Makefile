@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-all test-gpu lint docs site clean
+.PHONY: train test test-all test-gpu test-vendors lint docs site clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m graphmoe.train
@@ -24,6 +24,11 @@ test-all: $(VENV)/installed-dev lint
 test-gpu:
 	$(PYTHON) -m pytest -m "gpu and not alone" -n auto --dist loadgroup
 	$(PYTHON) -m pytest -m "gpu and alone"
+
+# Calls of libraries with the library's own code; what is absent is skipped by name: make test-vendors PRIMUS_TURBO_SOURCES=CHECKOUT
+export PRIMUS_TURBO_SOURCES
+test-vendors: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -q -rs tests/vendors
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

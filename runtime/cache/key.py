@@ -50,8 +50,7 @@ SINGLE_KEYS = (
     "optim.schedule",
     "graph.scope",
 )
-BASE = "base."
-OWN_PASS, EXTRA_PASS = "passes.own.", "passes.extra."
+BASE, OWN_PASS, EXTRA_PASS = "base.", "passes.own.", "passes.extra."
 KEY_DIGITS = 24
 
 
@@ -59,6 +58,7 @@ def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device
     """Return what compiled code depends on, by name. Call it after the number of threads is set."""
     facts = {key: _plain(value) for key, value in _settings(config)}
     facts["moe.expert_load"] = config.moe.expert_load != NO_LOAD  # the load itself is a buffer
+    facts["optim.qk_clip"] = config.optim.qk_clip > 0  # attention is compiled without the threshold
     facts["passes.enabled"] = [spec.name for spec in passes]
     for spec in passes:
         prefix = OWN_PASS if spec.name in (own.name for own in PASSES) else EXTRA_PASS

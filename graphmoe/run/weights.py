@@ -209,6 +209,8 @@ def start_token_ids(run: Path) -> dict[str, Any]:
             ids: Mapping[str, Any] = read_json(folder / META_FILE, WeightsMeta).token_ids or {}
         elif (folder / "config.json").is_file():
             ids = read_json(folder / "config.json", dict[str, Any])
+            of_text = ids.get("text_config")  # of a model of text and images
+            ids = {**ids, **of_text} if isinstance(of_text, dict) else ids
         else:
             if config_file(folder):
                 stored = read_stored_run(folder)[1]

@@ -88,8 +88,8 @@ def with_epochs(config: RunConfig) -> RunConfig:
 
 def check_memory(plan: Plan, device: torch.device) -> None:
     """Raise ConfigError if state, batches or activations certainly exceed the memory of a rank."""
-    config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
-    parameters, needed_by_place = count_parameters(config.model)["total"]["full"], state_of_places(plan)
+    model, layout, pipeline, num_ranks = plan.model, plan.layout, plan.pipeline, plan.layout.size("world")
+    parameters, needed_by_place = count_parameters(model)["total"]["full"], state_of_places(plan)
     needed, there = max(needed_by_place), memory_of(device)
     if needed > there:
         where, instead = f" on each of {num_ranks} ranks" if num_ranks > 1 else "", ""
@@ -99,11 +99,11 @@ def check_memory(plan: Plan, device: torch.device) -> None:
                 f" on rank {place} of parallel.pp={layout.pp} ({', '.join(pipeline.pieces_of_place(place))})"
             )
             instead = f", or a pipeline.layout that gives it less than {pipeline.layout}"
+        experts = f" and model.num_experts={model.num_experts}" if model.num_experts else ""
         raise ConfigError(
-            f"model={config.model.name} with model.num_layers={config.model.num_layers} has {parameters:,} "
+            f"model={model.name} with model.num_layers={model.num_layers}{experts} has {parameters:,} "
             f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB{where}, and this "
-            f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller "
-            f"model{instead}"
+            f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts{instead}"
         )
     _check_batches(plan)
     _check_activations(plan, device, needed_by_place)

@@ -182,8 +182,8 @@ def test_a_ladder_alternates_and_goes_on_with_what_is_missing(tmp_path, monkeypa
     monkeypatch.setattr(jobs, "train", fake_train)
     killed_at, wait_s = 5, 0
     assert run() == ("bls" + "sl", "killed") and not out.exists()
-    killed_at, wait_s = None, 1.1
-    assert run("stop_after_s=1") == ("l", None) and not out.exists()
+    killed_at, wait_s = None, 6.1
+    assert run("stop_after_s=6") == ("l", None) and not out.exists()
     killed_at, wait_s = 4, 0
     assert run("limit_s=600") == ("s" + "sb" + "b", "killed")
     killed_at = None

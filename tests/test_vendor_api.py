@@ -1,4 +1,4 @@
-"""Signatures of libraries are recorded anew from sources: public paths, methods, what changed and went."""
+"""The script that updates recorded signatures: re-exports, methods, changes and missing names."""
 
 import json
 

@@ -1,7 +1,6 @@
-"""Recorded signatures of vendor libraries, so that adapters are checked where the library is absent.
+"""Recorded signatures of vendor libraries: adapters are checked against them if the library is absent.
 
-``python -m tests.vendor_api primus_turbo CHECKOUT COMMIT`` records them anew from sources, which it does not
-import, and prints what has changed.
+``python -m tests.vendor_api primus_turbo CHECKOUT COMMIT`` updates them from sources and prints differences.
 """
 
 import ast

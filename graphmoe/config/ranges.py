@@ -50,7 +50,7 @@ INT32 = AtMost(2**31 - 1)
 FP32, PATH = Mark.fp32, Mark.path
 LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_BELOW_ONE = 1 - 2**-24
-NEED_GPU = ("triton", "turbo", "te", "nvshmem", "deepep", "padded_flash", "flash4")
+NEED_GPU = ("triton", "turbo", "te", "nvshmem", "deepep", "padded_flash", "flash4", "fla")
 OWN_CODE = re.compile(r"[\w.]+:\w+")
 
 Count = Annotated[int, POSITIVE]

@@ -38,6 +38,11 @@ def accumulator(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def row_major(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors whose last axis is contiguous: copies of those whose axis is not."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
 def tile(columns: int, elements: int, widest: int, most_rows: int) -> tuple[int, int]:
     """Return (rows, columns), powers of two, of a tile of at most ``elements``, up to ``widest`` wide."""
     width = min(1 << max(columns - 1, 0).bit_length(), widest)

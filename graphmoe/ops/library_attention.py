@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import AttentionBackend
-from graphmoe.ops import register_gradient, require_half
+from graphmoe.ops import register_gradient, require_half, row_major
 
 CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -92,18 +92,14 @@ def _flash4() -> Any:
 
 
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sequence[Tensor]:
-    given = [_row_major(x) for x in (q, k, v)]
+    given = row_major(q, k, v)
     return _flash4()._flash_attn_fwd(*given, softmax_scale=scale, causal=True, return_lse=True)[:2]
 
 
 def _flash4_backward(saved: Saved, scale: float, deterministic: bool) -> Sequence[Tensor]:
-    q, k, v, out, d_out = (_row_major(x) for x in saved[:5])
+    q, k, v, out, d_out = row_major(*saved[:5])
     how = {"softmax_scale": scale, "causal": True, "deterministic": deterministic}
     return _flash4()._flash_attn_bwd(q, k, v, out, d_out, saved.lse, **how)[:3]
-
-
-def _row_major(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _te() -> Any:
@@ -112,7 +108,7 @@ def _te() -> Any:
     return fused_attn
 
 
-def _te_settings(q: Tensor, scale: float, *names: str) -> dict[str, Any]:
+def _te_settings(q: Tensor, scale: float) -> dict[str, Any]:
     batch, seq = q.shape[:2]
     ends = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
     return {
@@ -120,24 +116,23 @@ def _te_settings(q: Tensor, scale: float, *names: str) -> dict[str, Any]:
         "fake_dtype": q.dtype, "fused_attention_backend": _te().FusedAttnBackend["F16_arbitrary_seqlen"],
         "attn_scale": scale, "attn_mask_type": "causal", "window_size": (-1, 0),
         "cuda_graph": q.is_cuda and torch.cuda.is_current_stream_capturing(),
-        **dict.fromkeys(("qkv_layout", *(n for n in names if n.endswith("layout"))), "bshd_bshd_bshd"),
-        **dict.fromkeys((n for n in names if n.endswith("format")), "bshd"),
+        "qkv_layout": "bshd_bshd_bshd", "o_format": "bshd",
     }  # fmt: skip
 
 
 def _te_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sequence[Tensor]:
     given = dict(zip("qkv", (x.contiguous() for x in (q, k, v)), strict=True))
-    settings = _te_settings(q, scale, "o_format")
-    out, (lse_BHS1, seeds) = _te().fused_attn_fwd(is_training=True, **given, **settings)[:2]
+    out, (lse_BHS1, seeds) = _te().fused_attn_fwd(is_training=True, **given, **_te_settings(q, scale))[:2]
     return out, lse_BHS1.squeeze(-1), seeds
 
 
 def _te_backward(saved: Saved, scale: float, deterministic: bool) -> Sequence[Tensor]:
     given = zip(("q", "k", "v", "o", "d_o"), saved[:5], strict=True)
     tensors = {name: x.contiguous() for name, x in given}
-    settings = _te_settings(saved.q, scale, "o_format", "do_format", "dqkv_layout")
-    kept = [saved.lse.unsqueeze(-1), saved.seeds]
-    return _te().fused_attn_bwd(**tensors, **settings, aux_ctx_tensors=kept, deterministic=deterministic)[:3]
+    return _te().fused_attn_bwd(
+        **tensors, **_te_settings(saved.q, scale), do_format="bshd", dqkv_layout="bshd_bshd_bshd",
+        aux_ctx_tensors=[saved.lse.unsqueeze(-1), saved.seeds], deterministic=deterministic,
+    )[:3]  # fmt: skip
 
 
 def _turbo() -> Any:
@@ -174,7 +169,7 @@ def _turbo_backward(saved: Saved, scale: float, deterministic: bool) -> Sequence
 
 
 def _bshd(x: Tensor) -> Tensor:
-    # q, k and v must lie in one order of axes; AITER reads their strides
+    # q, k and v need the same memory layout; AITER reads their strides
     batch, seq, head, element = x.stride()
     return x if element == 1 and batch >= seq >= head else x.contiguous()
 

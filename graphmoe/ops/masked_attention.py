@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import AttentionBackend
-from graphmoe.ops import accumulator, has_kernel, register_gradient
+from graphmoe.ops import accumulator, has_kernel, register_gradient, row_major
 from graphmoe.ops.attention import LIBRARIES, causal_attention, padded_library_attention
 from graphmoe.ops.ring_attention import attend_to_block, gradients_of_block
 
@@ -77,7 +77,7 @@ def _forward(
     if has_kernel(q):
         from graphmoe.ops import attention_kernels as kernels
 
-        q, k, v = _rows(q, k, v)
+        q, k, v = row_major(q, k, v)
         return kernels.forward(q, k, v, first, sinks, scale, window)
     return reference(q, k, v, first, sinks, scale, window)
 
@@ -88,7 +88,7 @@ def _backward(
     out: Tensor, lse: Tensor, scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of q, k and v, and of the sinks (empty if there are none)."""
-    d_out, q, k, v = _rows(d_out, q, k, v)
+    d_out, q, k, v = row_major(d_out, q, k, v)
     if first is None and not window and sinks is None:
         gradients = gradients_of_block(d_out, q, k, v, out, lse, scale, True)
         dq, dk, dv = (x.to(q.dtype).contiguous() for x in gradients)
@@ -177,7 +177,3 @@ def _probabilities(logits: Tensor, seen: Tensor, lse: Tensor) -> Tensor:
     # the maximum of each query is subtracted by its log-sum-exp, which is -inf for one without keys
     of_query = lse.unflatten(1, logits.shape[1:3])[..., None]
     return (logits - of_query).exp().masked_fill(~seen, 0.0)
-
-
-def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

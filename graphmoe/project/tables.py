@@ -62,7 +62,7 @@ def render(document: dict[str, Any]) -> Group:
         f"\n[bold]Time of a step[/bold]{NO_ROOM * (not fits)}, projected from {document['rates_from']}",
         "of one micro-batch, on the rank with most to compute",
         text_table(["segment", "forward ms", "backward ms"], segments, box=SIMPLE_HEAD),
-        f"step {document['step_time_s']:,.3f} s, of which {exchange}"
+        f"step {document['step_time_s']:,.3f} s, including {exchange}"
         f"gradients and weights {time['exposed_gradients']:,.3f} s, update {time['update']:,.3f} s",
         f"bubble {document['bubble']:.1%}, {document['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
         f"{NO_ROOM * (not fits)}, "

@@ -18,14 +18,14 @@ from graphmoe.ops.grouped_mlp import triton_backend
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.swiglu_kernels import expert_sums
 from tests.ops.ahead_of_time import launches_of_layers
-from tests.ops.interpreted import BACKENDS, INTERPRETING, KERNELS, device_of
+from tests.ops.interpreted import BACKENDS, INTERPRETING, KERNELS, device_of, in_turn
 from tests.ops.row_cases import NAN
 
 by_kernels, by_torch = launches.STEPS, reference.BY_ROWS
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 48, 32), "wide": (96, 4, 8, 128, 256)}
+"""T, K, E, D, F."""
 if INTERPRETING:
     SHAPES["wide"] = (70, 3, 4, 128, 256)  # still two tiles of rows of expert 0
-"""T, K, E, D, F."""
 WIDE = {"v2_lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8), "gpt_oss": (2880, 2880, 32, 4)}
 """D, F, E, K of the layers that are compiled ahead of time; gpt-oss with biases and clamps."""
 KIND = torch.float8_e4m3fn
@@ -266,8 +266,9 @@ def test_kernels_have_the_results_of_the_plain_form(backend, shape, recipe):
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_what_is_beyond_the_largest_number_becomes_that(backend):
-    case = case_of("tensorwise", backend)
+@pytest.mark.parametrize("shape", in_turn([*SHAPES], 0))
+def test_what_is_beyond_the_largest_number_becomes_that(backend, shape):
+    case = case_of("tensorwise", backend, SHAPES[shape])
     tiny = [torch.full_like(scale, 2.0**-40) for scale in case.known]
     _, _, dhq, _, aq, _ = every(by_kernels, case._replace(known=tiny)).dgrad
     assert dhq.dtype == wide_dtype() and aq.dtype == fp8_dtype() and aq.float().isfinite().all()

@@ -22,7 +22,7 @@ class Keys:
         """Return the integer of the first name present and not null; ``absent``: the default unless null."""
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
         value = self.raw.get(name)
-        instead = default if name in self.raw else absent or default
+        instead = default if name in self.raw or absent is None else absent
         if value is None and instead is not None:
             return instead
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:

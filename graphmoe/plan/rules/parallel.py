@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from graphmoe.config.choices import ATTENTIONS, LAYERS, OPTIMIZERS, look_up
+from graphmoe.config.ranges import LEAST_FP32, MOST_FP32
 from graphmoe.config.schema import (
     AttentionBackend,
     ConfigError,
@@ -190,8 +191,8 @@ def clip_rules(config: RunConfig) -> Iterator[str]:
     """Yield an error for each key with which ``optim.qk_clip`` cannot bound logits, or change them."""
     model, clip = config.model, config.optim.qk_clip
     off, given = "or optim.qk_clip=0", f"optim.qk_clip={clip:g}"
-    if clip <= 0:
-        return
+    if not LEAST_FP32 <= clip <= MOST_FP32:
+        return  # off, or refused by its range
     if config.optim.name != "muon":
         yield f"{given} belongs to Muon, and optim.name={config.optim.name}; use optim.name=muon, {off}"
     if clip <= (least := math.log(max(seq_len_of(config), 1))):

@@ -271,9 +271,8 @@ def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, rememb
             return choose_backends(remembered, shape, device, store, sync_free=sync_free)
         except ConfigError as error:
             log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
-    # torch's grouped GEMMs sync in fp32 and on some GPUs, so there they run only if named.
-    sync_free = sync_free or requested != "torch"
-    return choose_backends(requested, shape, device, store, sync_free=sync_free)
+    # backends that wait for the host run only if named
+    return choose_backends(requested, shape, device, store, sync_free=sync_free or requested == "auto")
 
 
 def mlp_shape(plan: Plan) -> MlpShape:

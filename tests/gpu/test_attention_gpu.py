@@ -136,8 +136,9 @@ def test_compiled_without_graph_breaks_runs_the_same_kernel(shape):
 
 FAST = [
     AttentionBackend.sdpa,
-    pytest.param(AttentionBackend.flash4, marks=pytest.mark.skipif(
-        not is_installed(VENDORS["flash4"].module), reason="flash-attn-4 is not installed")),
+    *(pytest.param(library, marks=pytest.mark.skipif(
+        not is_installed(VENDORS[library.value].module), reason=f"{library.value} is not installed"))
+      for library in (AttentionBackend.flash4, AttentionBackend.te)),
 ]  # fmt: skip
 
 

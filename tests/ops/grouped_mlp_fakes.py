@@ -39,6 +39,8 @@ TE_MODULE = "transformer_engine.pytorch.module.grouped_linear"
 TE_SUPPORTED = recorded_signature(
     "transformer_engine", f"{TE_MODULE}.is_module_grouped_tensor_path_supported"
 )
+TE_GEMMS = "transformer_engine.pytorch.cpp_extensions"
+TE_GEMM = recorded_signature("transformer_engine", f"{TE_GEMMS}.gemm.general_grouped_gemm")
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -61,6 +63,7 @@ def install_te(monkeypatch: Any, supported: bool = True) -> None:
         return supported
 
     FakeGroupedLinear.built = []
+    install_module(monkeypatch, TE_GEMMS, general_grouped_gemm=general_grouped_gemm)
     # The deepest first: each call puts new parents in place.
     install_module(monkeypatch, TE_MODULE, is_module_grouped_tensor_path_supported=is_supported)
     install_module(monkeypatch, "transformer_engine.pytorch", GroupedLinear=FakeGroupedLinear)
@@ -143,6 +146,24 @@ class FakeGroupedLinear(torch.nn.Module):
             assert weight.shape == size and weight.dtype == x.dtype and weight.device == x.device
             assert weight.is_contiguous()
         return _Linear.apply(x, counts, *weights)
+
+
+def general_grouped_gemm(*args: Any, **kwargs: Any) -> None:
+    """GEMMs of column-major BLAS: T is the transpose of a row-major matrix for A, and itself for B."""
+    call = bind(TE_GEMM, args, kwargs)
+    counts, layout = call["m_splits"], call["layout"]
+    assert all(type(count) is int for count in counts) and call["quantization_params"] == [None] * len(counts)
+    assert len(call["A"]) == len(call["B"]) == len(counts) and call["out_dtype"] in HALF
+    assert not (call["gelu"] or call["accumulate"] or call["use_bias"] or call["D_dtype"])
+    (single,) = call["out"] if call["single_output"] else (None,)
+    outs = call["out"] if single is None else single[: sum(counts)].split(counts)
+    if single is not None:
+        single[sum(counts) :] = torch.nan
+    for a, b, out in zip(call["A"], call["B"], outs, strict=True):
+        assert a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
+        assert a.dtype == b.dtype == out.dtype == call["out_dtype"]
+        a, b = a.double(), b.double()
+        out.copy_((b.mT if layout[1] == "T" else b) @ (a.mT if layout[0] == "T" else a))
 
 
 class _Linear(torch.autograd.Function):

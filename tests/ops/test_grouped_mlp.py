@@ -223,11 +223,13 @@ def test_a_vendor_may_run_one_direction_alone_and_is_named_where_it_is_missing(v
     assert_directions_match(run, p)
 
 
-def test_te_without_the_product_that_takes_device_counts_is_refused(monkeypatch):
+def test_te_without_the_product_that_takes_device_counts_takes_those_of_the_host(monkeypatch):
     grouped_mlp_fakes.install_te(monkeypatch, supported=False)
-    p = make_problem("random", torch.bfloat16)
-    with pytest.raises(ConfigError, match="moe.experts=te needs the grouped products of cuBLASLt"):
-        ops.grouped_mlp(*p.inputs, *p.plan, "te")
+    assert_directions_match(ops_of("te"), make_problem("empty experts", torch.bfloat16))
+    assert not grouped_mlp_fakes.FakeGroupedLinear.built
+    given = torch.bfloat16, torch.device("cuda")
+    assert vendor.TE.reason_against(*given, False) is None
+    assert "waits for the host" in vendor.TE.reason_against(*given, True)
 
 
 def test_turbo_gets_the_weights_as_they_are_stored(fakes):

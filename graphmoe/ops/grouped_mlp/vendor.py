@@ -3,22 +3,21 @@
 Primus-Turbo takes int64 counts and offsets on the device and never waits for the host. Written against the
 source of commit a6a16cdc, not run with the package yet.
 
-``GroupedLinear`` of Transformer Engine is built once per shape on the meta device and called with views of
-our weights. It takes counts on the device if cuBLASLt has the grouped GEMM (13.3, on Hopper 13.4; bf16 and
-fp16); else it would wait for the host, and the backend refuses. Without public gradient kernels, dgrad is a
-forward with transposed copies of the weights, and wgrad runs a forward first. Written against the source of
-commit d0067d0d, not run with the package yet.
+Transformer Engine takes counts on the device if cuBLASLt has the grouped GEMM (13.3, on Hopper 13.4), by
+``GroupedLinear``, built once per shape on the meta device and called with views of our weights: dgrad is a
+forward with transposed copies of the weights, and wgrad runs a forward first. Else a GEMM for each expert
+gets counts of the host, which waits for them.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphmoe.config.formats import FORMATS, TurboScales
-from graphmoe.config.packages import require_package
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.packages import is_installed, require_package
 from graphmoe.ops import HALF_DTYPES, require_half
 from graphmoe.ops.grouped_mlp.reference import KEY, Products, Stepwise
 
@@ -101,14 +100,43 @@ def _offsets(ends_E: Tensor) -> tuple[Tensor, Tensor]:
 def _te_products(dtype: torch.dtype) -> Products:
     require_half(KEY, "te", dtype)
     require_package(KEY, "te")
+    if _te_takes_device_counts(dtype):
+        return Products(
+            _te_rows, lambda dy_RN, w_ENC, ends_E: _te_rows(dy_RN, w_ENC.mT, ends_E), _te_weight_grad
+        )
+    rows, rows_grad = (functools.partial(_te_gemms, layout=layout) for layout in ("TN", "NN"))
+    return Products(rows, rows_grad, _te_gemms_of_weights)
+
+
+def _te_takes_device_counts(dtype: torch.dtype) -> bool:
     from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported  # type: ignore[import-not-found]
 
-    if not is_module_grouped_tensor_path_supported(None, dtype):
-        raise ConfigError(
-            f"{KEY}=te needs the grouped products of cuBLASLt (13.3, on Hopper 13.4), which this GPU or "
-            f"build of Transformer Engine lacks for {dtype}; use {KEY}=auto"
-        )
-    return Products(_te_rows, lambda dy_RN, w_ENC, ends_E: _te_rows(dy_RN, w_ENC.mT, ends_E), _te_weight_grad)
+    return bool(is_module_grouped_tensor_path_supported(None, dtype))
+
+
+def _te_gemms(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor, *, layout: str) -> Tensor:
+    counts = _offsets(ends_E)[0].tolist()
+    y_RN = x_RC.new_empty(len(x_RC), w_ENC.shape[1 if layout == "TN" else 2])
+    parts = x_RC[: sum(counts)].contiguous().split(counts)
+    _general_grouped_gemm(list(w_ENC.contiguous()), parts, [y_RN], counts, layout, single_output=True)
+    return y_RN
+
+
+def _te_gemms_of_weights(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
+    counts = _offsets(ends_E)[0].tolist()
+    dw_ENC = x_RC.new_empty(len(counts), dy_RN.shape[1], x_RC.shape[1])
+    x, dy = (tensor[: sum(counts)].contiguous().split(counts) for tensor in (x_RC, dy_RN))
+    _general_grouped_gemm(x, dy, list(dw_ENC), counts, "NT")
+    return dw_ENC
+
+
+def _general_grouped_gemm(
+    a: Sequence[Tensor], b: Sequence[Tensor], out: list[Tensor], counts: list[int], layout: str, **how: bool
+) -> None:
+    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm  # type: ignore[import-not-found]
+
+    kept = [None] * len(a)  # no quantizers
+    general_grouped_gemm([*a], [*b], out, kept, out[0].dtype, layout=layout, m_splits=counts, **how)
 
 
 def _te_rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
@@ -128,7 +156,7 @@ def _call(x_RC: Tensor, weights: list[Tensor], ends_E: Tensor) -> Tensor:
     N, C = weights[0].shape
     module = te_module(len(weights), C, N, x_RC.dtype)
     named = {f"weight{expert}": weight for expert, weight in enumerate(weights)}
-    counts_E = torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1, dtype=torch.long))
+    counts_E, _ = _offsets(ends_E)
     return torch.func.functional_call(module, named, (x_RC, counts_E))
 
 
@@ -167,4 +195,14 @@ TURBO_FP8 = {
     name: Stepwise(functools.partial(_turbo_fp8_products, each.turbo), _against_turbo)
     for name, each in FORMATS.items()
 }
-TE = Stepwise(_te_products, functools.partial(_reason_against, "needs CUDA", False))
+
+
+def _against_te(dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
+    reason = _reason_against("needs CUDA", False, dtype, device, sync_free)
+    if reason or not sync_free or not is_installed("transformer_engine") or _te_takes_device_counts(dtype):
+        return reason
+    lacks = "as there is no grouped GEMM of cuBLASLt (13.3, on Hopper 13.4) with counts on the device"
+    return f"waits for the host, {lacks}; moe.sync_free_stage=1 allows that"
+
+
+TE = Stepwise(_te_products, _against_te)

@@ -34,6 +34,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/*.Dockerfile
 
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_tables.py

@@ -20,8 +20,8 @@ from graphmoe.bench.cases import Calls, Case, Operation, Row, mlp_inputs, normal
 from graphmoe.bench.jobs import UNREAD, compose_config, train
 from graphmoe.bench.rank_group import RankGroup, joined_ranks, samples_ms
 from graphmoe.config.schema import AttentionBackend, ModelConfig
-from graphmoe.ops import formats, fp8_mlp, linear_cross_entropy  # noqa: F401  # registers the op
-from graphmoe.ops.attention import causal_attention, choose_backend
+from graphmoe.ops import formats, fp8_mlp, linear_cross_entropy, masked_attention  # noqa: F401  # registers
+from graphmoe.ops.attention import choose_backend
 from graphmoe.ops.fp8 import fp8_dtype, quantise, reason_against
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
 from graphmoe.ops.timing import time_in_turns
@@ -123,7 +123,7 @@ def attention(H: int, E: int, V: int, S: int, G: int, B: int, generator: torch.G
     backend = choose_backend(AttentionBackend.auto, generator.device.type, E, V)
 
     def forward() -> Tensor:
-        return causal_attention(*leaves, scale=E**-0.5, backend=backend)
+        return masked_attention.attention(*leaves, scale=E**-0.5, backend=backend)
 
     out_BSHV = forward()
     dout_BSHV = torch.randn_like(out_BSHV)

@@ -17,8 +17,8 @@ from graphmoe.bench.cases import Call, Calls, Operation, Run, mlp_inputs, normal
 from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops import fp8_choice, linear_cross_entropy, permute, router, swiglu  # noqa: F401  # registers
-from graphmoe.ops.attention import causal_attention
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
+from graphmoe.ops.masked_attention import attention
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
 LOOP = "loop"
@@ -234,7 +234,7 @@ def _attention(label: str, device: torch.device, *size: int) -> Iterator[Operati
         qkv = [normal(generator, *shape).requires_grad_() for shape in shapes]
         d_out, calls = normal(generator, B, S, H, V), {}
         for backend in backends:
-            forward = functools.partial(causal_attention, *qkv, scale=Q**-0.5, backend=backend)
+            forward = functools.partial(attention, *qkv, scale=Q**-0.5, backend=backend)
             if not backward:
                 calls[backend.value] = lambda forward=forward: forward().detach()
                 continue

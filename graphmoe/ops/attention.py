@@ -7,7 +7,6 @@ head.
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from graphmoe.config.packages import VENDORS, is_installed, require_package
 from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.ops import HALF_DTYPES
-from graphmoe.ops.library_attention import library_attention
 
 log = logging.getLogger(__name__)
 KEY = "model.attention_backend"
@@ -34,14 +32,13 @@ def causal_attention(
 ) -> Tensor:
     """Return softmax(scale * q k^T, causal) v as [B, S, H, V] in the dtype of the inputs.
 
-    No dropout, no device sync. ``backend`` comes from `choose_backend`. Raises ConfigError if the backend's
-    package is missing or has no kernel for the dtype.
+    No dropout, no device sync. ``backend`` is one of torch.
     """
     assert q_BSHE.dtype == k_BSGE.dtype == v_BSGV.dtype, (q_BSHE.dtype, k_BSGE.dtype, v_BSGV.dtype)
     assert q_BSHE.shape[:2] == k_BSGE.shape[:2] and q_BSHE.shape[3] == k_BSGE.shape[3]
     assert k_BSGE.shape[:3] == v_BSGV.shape[:3] and q_BSHE.shape[2] % k_BSGE.shape[2] == 0
-    assert backend is not AttentionBackend.auto, "resolve auto with choose_backend first"
-    return _RUN[backend](q_BSHE, k_BSGE, v_BSGV, scale)
+    run = _sdpa if backend is AttentionBackend.sdpa else _padded_flash
+    return run(q_BSHE, k_BSGE, v_BSGV, scale)
 
 
 def choose_backend(
@@ -159,25 +156,3 @@ def _groups_natively(q_BSHE: Tensor, v_BSGV: Tensor) -> bool:
     # the memory-efficient kernel has no grouped heads; torch would choose the unfused one
     head_dim = q_BSHE.shape[-1]
     return q_BSHE.dtype in HALF_DTYPES and head_dim == v_BSGV.shape[-1] <= FLASH_MAX_HEAD_DIM
-
-
-def padded_library_attention(
-    backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return `library_attention` of heads of any size."""
-    # their kernels take heads of multiples of 8; padding is dropped again
-    q, k, padded_v = (pad_heads(x, x.shape[-1]) for x in (q, k, v))
-    out, lse = library_attention(backend, q, k, padded_v, scale)
-    return out[..., : v.shape[-1]], lse
-
-
-def _library(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return padded_library_attention(backend, q, k, v, scale)[0]
-
-
-LIBRARIES = AttentionBackend.flash4, AttentionBackend.turbo, AttentionBackend.te
-_RUN: dict[AttentionBackend, Callable[..., Tensor]] = {
-    AttentionBackend.sdpa: _sdpa,
-    AttentionBackend.padded_flash: _padded_flash,
-    **{backend: functools.partial(_library, backend) for backend in LIBRARIES},
-}

@@ -1,7 +1,6 @@
-"""Causal attention of FlashAttention-4, Transformer Engine and Primus-Turbo as one operation with a gradient.
+"""Calls of FlashAttention-4, Transformer Engine and Primus-Turbo for `graphmoe.ops.masked_attention`.
 
-Compile and capture see one node for the forward and one for the backward, not the library's own code.
-Suffixes: B batch, S sequence, H query heads, G key-value heads, E query or key head, V value head.
+Suffixes: B batch, S sequence, H query heads.
 """
 
 import functools
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import AttentionBackend
-from graphmoe.ops import register_gradient, require_half, row_major
+from graphmoe.ops import row_major
 
 CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -31,55 +30,11 @@ class Saved(NamedTuple):
 
 class Library(NamedTuple):
     forward: Callable[..., Sequence[Tensor]]
-    """(q, k, v, scale) -> out, fp32 log-sum-exp [B, H, S], and seeds if there are any."""
-    backward: Callable[[Saved, float, bool], Sequence[Tensor]]
-    """(saved, scale, deterministic) -> dq, dk, dv."""
+    """(q, k, v, scale, window) -> out, fp32 log-sum-exp [B, H, S], and seeds if there are any."""
+    backward: Callable[[Saved, float, int, bool], Sequence[Tensor]]
+    """(saved, scale, window, deterministic) -> dq, dk, dv."""
     num_seeds: int = 0
-
-
-def library_attention(
-    backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale * q k^T, causal) v [B, S, H, V], and its fp32 log-sum-exp [B, H, S].
-
-    q [B, S, H, E], k [B, S, G, E], v [B, S, G, V] in bf16 or fp16. The log-sum-exp has no gradient.
-    """
-    require_half("model.attention_backend", backend.value, q.dtype)
-    out, lse, _ = _forward(q, k, v, backend.value, scale, torch.are_deterministic_algorithms_enabled())
-    return out, lse
-
-
-@torch.library.custom_op("graphmoe::library_attention", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, library: str, scale: float, deterministic: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, *seeds = LIBRARIES[library].forward(q, k, v, scale)
-    return out, lse, seeds[0] if seeds else lse.new_empty(0, dtype=torch.int64)
-
-
-@torch.library.custom_op("graphmoe::library_attention_backward", mutates_args=())
-def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seeds: Tensor,
-    library: str, scale: float, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    saved = Saved(q, k, v, out, d_out, lse, seeds)
-    dq, dk, dv = LIBRARIES[library].backward(saved, scale, deterministic)
-    return dq, dk, dv
-
-
-@_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, library: str, scale: float, deterministic: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, seq, heads, _), seeds = q.shape, q.new_empty(LIBRARIES[library].num_seeds, dtype=torch.int64)
-    lse = q.new_empty(batch, heads, seq, dtype=torch.float32)
-    return q.new_empty(batch, seq, heads, v.shape[-1]), lse, seeds
-
-
-_backward.register_fake(
-    lambda d_out, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-)
-register_gradient(_forward, _backward, lambda inputs, output: (*inputs[:3], *output, *inputs[3:]))
+    has_windows: bool = True
 
 
 @functools.cache
@@ -91,12 +46,12 @@ def _flash4() -> Any:
     return interface
 
 
-def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sequence[Tensor]:
+def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Sequence[Tensor]:
     given = row_major(q, k, v)
     return _flash4()._flash_attn_fwd(*given, softmax_scale=scale, causal=True, return_lse=True)[:2]
 
 
-def _flash4_backward(saved: Saved, scale: float, deterministic: bool) -> Sequence[Tensor]:
+def _flash4_backward(saved: Saved, scale: float, window: int, deterministic: bool) -> Sequence[Tensor]:
     q, k, v, out, d_out = row_major(*saved[:5])
     how = {"softmax_scale": scale, "causal": True, "deterministic": deterministic}
     return _flash4()._flash_attn_bwd(q, k, v, out, d_out, saved.lse, **how)[:3]
@@ -108,29 +63,30 @@ def _te() -> Any:
     return fused_attn
 
 
-def _te_settings(q: Tensor, scale: float) -> dict[str, Any]:
+def _te_settings(q: Tensor, scale: float, window: int) -> dict[str, Any]:
     batch, seq = q.shape[:2]
     ends = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
     return {
         "max_seqlen_q": seq, "max_seqlen_kv": seq, "cu_seqlens_q": ends, "cu_seqlens_kv": ends,
         "fake_dtype": q.dtype, "fused_attention_backend": _te().FusedAttnBackend["F16_arbitrary_seqlen"],
-        "attn_scale": scale, "attn_mask_type": "causal", "window_size": (-1, 0),
+        "attn_scale": scale, "attn_mask_type": "causal", "window_size": (window - 1, 0),
         "cuda_graph": q.is_cuda and torch.cuda.is_current_stream_capturing(),
         "qkv_layout": "bshd_bshd_bshd", "o_format": "bshd",
     }  # fmt: skip
 
 
-def _te_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sequence[Tensor]:
+def _te_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Sequence[Tensor]:
     given = dict(zip("qkv", (x.contiguous() for x in (q, k, v)), strict=True))
-    out, (lse_BHS1, seeds) = _te().fused_attn_fwd(is_training=True, **given, **_te_settings(q, scale))[:2]
+    how = _te_settings(q, scale, window)
+    out, (lse_BHS1, seeds) = _te().fused_attn_fwd(is_training=True, **given, **how)[:2]
     return out, lse_BHS1.squeeze(-1), seeds
 
 
-def _te_backward(saved: Saved, scale: float, deterministic: bool) -> Sequence[Tensor]:
+def _te_backward(saved: Saved, scale: float, window: int, deterministic: bool) -> Sequence[Tensor]:
     given = zip(("q", "k", "v", "o", "d_o"), saved[:5], strict=True)
     tensors = {name: x.contiguous() for name, x in given}
     return _te().fused_attn_bwd(
-        **tensors, **_te_settings(saved.q, scale), do_format="bshd", dqkv_layout="bshd_bshd_bshd",
+        **tensors, **_te_settings(saved.q, scale, window), do_format="bshd", dqkv_layout="bshd_bshd_bshd",
         aux_ctx_tensors=[saved.lse.unsqueeze(-1), saved.seeds], deterministic=deterministic,
     )[:3]  # fmt: skip
 
@@ -141,28 +97,29 @@ def _turbo() -> Any:
     return attention_aiter_impl
 
 
-def _turbo_settings(scale: float) -> dict[str, Any]:
+def _turbo_settings(scale: float, window: int) -> dict[str, Any]:
     return {
-        "dropout_p": 0.0, "softmax_scale": scale, "causal": True, "window_size_left": -1,
-        "window_size_right": -1, "bias": None, "alibi_slopes": None, "qkv_format": "bshd",
+        "dropout_p": 0.0, "softmax_scale": scale, "causal": True, "window_size_left": window - 1,
+        "window_size_right": 0 if window else -1, "bias": None, "alibi_slopes": None, "qkv_format": "bshd",
     }  # fmt: skip
 
 
-def _turbo_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sequence[Tensor]:
-    how = _turbo_settings(scale) | {"return_lse": True, "return_softmax": False}
+def _turbo_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Sequence[Tensor]:
+    how = _turbo_settings(scale, window) | {"return_lse": True, "return_softmax": False}
     given = dict(zip("qkv", (_bshd(x) for x in (q, k, v)), strict=True))
     out, lse, _, seeds = _turbo().attention_aiter_forward_impl(**given, **how)
     return out, lse, seeds
 
 
-def _turbo_backward(saved: Saved, scale: float, deterministic: bool) -> Sequence[Tensor]:
+def _turbo_backward(saved: Saved, scale: float, window: int, deterministic: bool) -> Sequence[Tensor]:
     given = zip(("q", "k", "v", "out", "dout"), saved[:5], strict=True)
     tensors = {name: _bshd(x) for name, x in given}
     gradients = {f"d{name}": torch.zeros_like(tensors[name]) for name in "qkv"}
     # as Primus-Turbo chooses them: sums of dq in fp32, and CDNA4 rounds to bf16 in hardware
     rounds = 0 if saved.q.is_cuda and torch.cuda.get_device_capability(saved.q.device) >= (9, 5) else 1
+    how = _turbo_settings(scale, window) | {"softmax_lse": saved.lse, "rng_state": saved.seeds}
     _turbo().attention_aiter_backward_impl(
-        **tensors, **gradients, **_turbo_settings(scale), softmax_lse=saved.lse, rng_state=saved.seeds,
+        **tensors, **gradients, **how,
         deterministic=deterministic, is_v3_atomic_fp32=True, how_v3_bf16_cvt=rounds,
     )  # fmt: skip
     return [*gradients.values()]
@@ -175,7 +132,8 @@ def _bshd(x: Tensor) -> Tensor:
 
 
 LIBRARIES = {
-    "flash4": Library(_flash4_forward, _flash4_backward),
-    "te": Library(_te_forward, _te_backward, num_seeds=2),
-    "turbo": Library(_turbo_forward, _turbo_backward, num_seeds=2),
+    # windows of FlashAttention-4 were not tried
+    AttentionBackend.flash4: Library(_flash4_forward, _flash4_backward, has_windows=False),
+    AttentionBackend.te: Library(_te_forward, _te_backward, num_seeds=2),
+    AttentionBackend.turbo: Library(_turbo_forward, _turbo_backward, num_seeds=2),
 }

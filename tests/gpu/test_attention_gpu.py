@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.config.schema import AttentionBackend
-from graphmoe.ops.attention import causal_attention, choose_backend
-from graphmoe.ops.masked_attention import attention
+from graphmoe.ops.attention import choose_backend
+from graphmoe.ops.masked_attention import attention, reference
 from tests.gpu.sleeping import capture, syncs_are_errors
 from tests.ops import test_attention as cases
 from tests.ops import test_masked_attention as masked
@@ -39,7 +39,7 @@ make_inputs = functools.partial(cases.make_inputs, device="cuda")
 
 
 def runner(backend):
-    return functools.partial(causal_attention, scale=SCALE, backend=backend)
+    return functools.partial(attention, scale=SCALE, backend=backend)
 
 
 def kernels_of(run, qkv, grad):
@@ -161,17 +161,20 @@ def test_a_captured_forward_and_backward_replays_on_new_inputs(shape, backend):
         assert_gradient_close(actual, wanted)
 
 
-@pytest.mark.parametrize("window, sinks", [(0, False), (100, True), (0, True)], ids=str)
+@pytest.mark.parametrize(
+    "window, sinks, lengths", [(0, False, 9), (100, True, 9), (0, True, None), (100, True, None)], ids=str
+)
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("shape", [MLA, GROUPED], ids=["mla", "grouped"])
-def test_captured_documents_windows_and_sinks_follow_new_inputs(shape, window, sinks):
+def test_captured_documents_windows_and_sinks_follow_new_inputs(shape, backend, window, sinks, lengths):
     *qkv, grad = make_inputs(shape)
     B, S, H = shape[:3]
     inputs = [*qkv, torch.randn(H, device="cuda", requires_grad=True)] if sinks else qkv
-    first_BS = masked.first_keys(9, B, S).cuda() if window or not sinks else None
+    first_BS = masked.first_keys(lengths, B, S).cuda() if lengths else None
 
     def run(q, k, v, sinks_H=None):
         how = {"first_BS": first_BS, "window": window, "sinks_H": sinks_H}
-        return attention(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa, **how)
+        return attention(q, k, v, scale=SCALE, backend=backend, **how)
 
     with syncs_are_errors():
         forward_and_gradients(run, inputs, grad)
@@ -186,3 +189,11 @@ def test_captured_documents_windows_and_sinks_follow_new_inputs(shape, window, s
     if first_BS is not None:  # cuDNN's backward is not deterministic
         assert all(map(torch.equal, captured, again))
     assert torch.equal(captured[0], again[0])
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    documents = None if first_BS is None else first_BS.cpu()
+    q, k, v, *sinks_H = (x.cpu() for x in exact)
+    wanted, _ = reference(q, k, v, documents, *(sinks_H or [None]), SCALE, window)
+    expected = torch.autograd.grad(wanted, exact, grad.double().cpu())
+    assert_forward_close(captured[0].cpu(), wanted)
+    for actual, of_exact in zip(captured[1:], expected, strict=True):
+        assert_gradient_close(actual.bfloat16(), of_exact)

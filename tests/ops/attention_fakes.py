@@ -28,33 +28,42 @@ def reference_attention(
     return torch.einsum("bhst,bthv->bshv", weights_BHST, v)
 
 
-def forward(call: dict[str, Any], scale: float) -> tuple[Tensor, Tensor]:
+def forward(call: dict[str, Any], scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
     """Return out and the fp32 log-sum-exp [B, H, S]."""
     q, k, v = (call[name] for name in "qkv")
     assert q.dtype == k.dtype == v.dtype and q.dtype in HALF, (q.dtype, k.dtype, v.dtype)
     assert q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2]
     assert q.shape[2] % k.shape[2] == 0 and q.shape[3] == k.shape[3]
     assert all(x.shape[-1] % 8 == 0 and x.stride(-1) == 1 for x in (q, k, v))
-    out = reference_attention(q, k, v, scale=scale).to(q.dtype)
-    return out, _scores(q.double(), k.double(), scale).logsumexp(-1).float()
+    scores = _scores(q.double(), k.double(), scale, window)
+    out = torch.einsum("bhst,bthv->bshv", scores.softmax(-1), _of_heads(v.double(), q))
+    return out.to(q.dtype), scores.logsumexp(-1).float()
 
 
-def backward(call: dict[str, Any], out: Tensor, d_out: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
+def backward(
+    call: dict[str, Any], out: Tensor, d_out: Tensor, lse: Tensor, scale: float, window: int = 0
+) -> list[Tensor]:
     """Return dq, dk and dv: FlashAttention-2 (arXiv 2307.08691), algorithm 2."""
     q, k, v, out, d_out = (x.double() for x in (*(call[name] for name in "qkv"), out, d_out))
     groups = q.shape[2] // k.shape[2]
-    share = (_scores(q, k, scale) - lse.double().unsqueeze(-1)).exp()
-    d_share = torch.einsum("bshv,bthv->bhst", d_out, v.repeat_interleave(groups, 2))
+    share = (_scores(q, k, scale, window) - lse.double().unsqueeze(-1)).exp()
+    d_share = torch.einsum("bshv,bthv->bhst", d_out, _of_heads(v, q))
     d_score = share * (d_share - (d_out * out).sum(-1).transpose(1, 2).unsqueeze(-1)) * scale
-    dq = torch.einsum("bhst,bthe->bshe", d_score, k.repeat_interleave(groups, 2))
+    dq = torch.einsum("bhst,bthe->bshe", d_score, _of_heads(k, q))
     pairs = (d_score, q), (share, d_out)
     dk, dv = (torch.einsum("bhst,bshe->bthe", *p).unflatten(2, (-1, groups)).sum(3) for p in pairs)
     return [x.to(call["q"].dtype) for x in (dq, dk, dv)]
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    by_head = torch.einsum("bshe,bthe->bhst", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) * scale
-    return by_head.masked_fill(torch.ones_like(by_head, dtype=torch.bool).triu(1), -torch.inf)
+def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
+    by_head = torch.einsum("bshe,bthe->bhst", q, _of_heads(k, q)) * scale
+    every = torch.ones_like(by_head, dtype=torch.bool)
+    unseen = every.triu(1) | every.tril(-window) if window else every.triu(1)
+    return by_head.masked_fill(unseen, -torch.inf)
+
+
+def _of_heads(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[2] // x.shape[2], 2)
 
 
 def install_flash4(monkeypatch: Any) -> Calls:
@@ -96,14 +105,14 @@ def install_te(monkeypatch: Any) -> Calls:
         formats = [value for name, value in call.items() if name.endswith(("o_format", "do_format"))]
         assert {*layouts} == {"bshd_bshd_bshd"} and {*formats} == {"bshd"}
         assert call["fused_attention_backend"] == 1 and call["fake_dtype"] == call["q"].dtype
-        assert call["attn_mask_type"] == "causal" and call["window_size"] in ((-1, -1), (-1, 0))
+        assert call["attn_mask_type"] == "causal" and call["window_size"][1] == 0
         assert call["softmax_type"] == "vanilla" and call["dropout"] == 0 and not call["cuda_graph"]
         assert all(call[name].is_contiguous() for name in "qkv")
         return call
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = checked(signatures[0], args, kwargs)
-        out, lse = forward(call, call["attn_scale"])
+        out, lse = forward(call, call["attn_scale"], call["window_size"][0] + 1)
         assert call["is_training"]
         return out, [lse.unsqueeze(-1), seeds.clone()]
 
@@ -113,7 +122,8 @@ def install_te(monkeypatch: Any) -> Calls:
         lse, of_dropout = call["aux_ctx_tensors"]
         assert lse.shape[-1] == 1 and of_dropout.equal(seeds)
         assert call["o"].is_contiguous() and call["d_o"].is_contiguous()
-        gradients = backward(call, call["o"], call["d_o"], lse.squeeze(-1), call["attn_scale"])
+        how = call["attn_scale"], call["window_size"][0] + 1
+        gradients = backward(call, call["o"], call["d_o"], lse.squeeze(-1), *how)
         return [*gradients, None, None]
 
     kinds = {"F16_arbitrary_seqlen": 1}
@@ -137,20 +147,22 @@ def install_turbo(monkeypatch: Any) -> Calls:
             batch, seq, head, element = call[name].stride()
             assert element == 1 and batch >= seq >= head, name
         assert call["qkv_format"] == "bshd" and call["causal"] and call["dropout_p"] == 0
-        assert (call["window_size_left"], call["window_size_right"]) == (-1, -1)
+        assert call["window_size_right"] == (-1 if call["window_size_left"] == -1 else 0)
         assert call["bias"] is call["alibi_slopes"] is call["sink"] is None
         return call
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = checked(signatures[0], args, kwargs)
         assert call["return_lse"] and not call["return_softmax"]
-        return *forward(call, call["softmax_scale"]), torch.empty(0), seeds.clone()
+        window = call["window_size_left"] + 1
+        return *forward(call, call["softmax_scale"], window), torch.empty(0), seeds.clone()
 
     def back(*args: Any, **kwargs: Any) -> None:
         call = checked(signatures[1], args, kwargs)
         calls.append(call)
         assert call["rng_state"].equal(seeds)
-        found = backward(call, call["out"], call["dout"], call["softmax_lse"], call["softmax_scale"])
+        how = call["softmax_lse"], call["softmax_scale"], call["window_size_left"] + 1
+        found = backward(call, call["out"], call["dout"], *how)
         for name, gradient in zip("qkv", found, strict=True):
             call[f"d{name}"].copy_(gradient)
 

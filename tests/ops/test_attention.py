@@ -12,7 +12,8 @@ from graphmoe.config import packages
 from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.model.attention import check_backend
 from graphmoe.ops import attention, library_attention
-from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
+from graphmoe.ops.attention import choose_backend, kernel_order
+from graphmoe.ops.masked_attention import attention as attend
 from graphmoe.ops.masked_attention import attention_with_lse, reference
 from tests.ops.attention_fakes import FAKES, reference_attention
 from tests.runs import config
@@ -73,14 +74,14 @@ def assert_matches_reference(run, shape, dtype, device="cpu"):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("backend", [SDPA, PADDED])
 def test_value_and_gradients_match_the_fp64_reference(backend, shape, dtype):
-    run = functools.partial(causal_attention, scale=SCALE, backend=backend)
+    run = functools.partial(attend, scale=SCALE, backend=backend)
     assert_matches_reference(run, shape, dtype)
 
 
 @pytest.mark.parametrize(("shape", "dynamic"), [(SHAPES["small mla"], False), (SHAPES["grouped"], True)])
 def test_compiled_without_graph_breaks_matches_eager_bitwise(shape, dynamic):
     *qkv, grad = make_inputs(shape, torch.float32)
-    run = functools.partial(causal_attention, scale=SCALE, backend=SDPA)
+    run = functools.partial(attend, scale=SCALE, backend=SDPA)
     torch.compiler.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     assert all(map(torch.equal, *(forward_and_gradients(each, qkv, grad) for each in (run, compiled))))
@@ -190,7 +191,7 @@ def libraries(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("backend", FAKES)
 def test_libraries_match_the_fp64_reference_eager_and_compiled(backend, shape, libraries):
-    run = functools.partial(causal_attention, scale=SCALE, backend=backend)
+    run = functools.partial(attend, scale=SCALE, backend=backend)
     assert_matches_reference(run, shape, torch.bfloat16)
     *qkv, grad = make_inputs(shape, torch.bfloat16)
     torch.compiler.reset()
@@ -202,6 +203,23 @@ def test_libraries_match_the_fp64_reference_eager_and_compiled(backend, shape, l
     assert not any(calls for other, calls in libraries.items() if other is not backend)
 
 
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("backend", FAKES)
+def test_libraries_take_sinks_and_windows_that_they_have(backend, window, libraries):
+    *qkv, grad = make_inputs(SHAPES["grouped"], torch.bfloat16)
+    sinks_H = torch.linspace(-20, 20, grad.shape[2]).requires_grad_()
+    run = functools.partial(attend, scale=SCALE, backend=backend, window=window, sinks_H=sinks_H)
+    out = run(*qkv)
+    found = torch.autograd.grad(out, [*qkv, sinks_H], grad)
+    exact = [x.detach().double().requires_grad_() for x in (*qkv, sinks_H)]
+    wanted, _ = reference(*exact[:3], None, exact[3], SCALE, window)
+    assert_forward_close(out, wanted)
+    expected = torch.autograd.grad(wanted, exact, grad.double())
+    for actual, of_exact in zip(found, expected, strict=True):
+        assert_gradient_close(actual.bfloat16(), of_exact, terms=float(grad.norm()))  # of rounded results
+    assert len(libraries[backend]) == (backend is not AttentionBackend.flash4 or not window)
+
+
 @pytest.mark.parametrize("backend", FAKES)
 def test_libraries_take_parts_of_a_tensor_and_transposed_heads(backend, libraries):
     B, S, H, G, E, V = SHAPES["small mla"]
@@ -209,7 +227,7 @@ def test_libraries_take_parts_of_a_tensor_and_transposed_heads(backend, librarie
     q = torch.randn(B, S, E, H, dtype=torch.bfloat16).transpose(2, 3)
     by_sequence = k.transpose(0, 1).contiguous().transpose(0, 1)
     for keys in (k, by_sequence):
-        out = causal_attention(q, keys, v, scale=SCALE, backend=backend)
+        out = attend(q, keys, v, scale=SCALE, backend=backend)
         assert_forward_close(out, reference_attention(q, keys, v, scale=SCALE))
         same, lse = attention_with_lse(q, keys, v, scale=SCALE, backend=backend)
         _, wanted = reference(q.double(), keys.double(), v.double(), None, None, SCALE, 0)
@@ -234,4 +252,4 @@ def test_half_precision_kernels_refuse_fp32_by_key_and_value(backend):
     q, k, v, _ = make_inputs(SHAPES["mla"], torch.float32)
     said = f"model.attention_backend={backend.value} .*float32.*precision.compute=bf16"
     with pytest.raises(ConfigError, match=said):
-        causal_attention(q, k, v, scale=SCALE, backend=backend)
+        attend(q, k, v, scale=SCALE, backend=backend)

@@ -205,9 +205,9 @@ def test_whole_sequences_run_the_backend_and_a_window_over_all_keys_is_none(monk
     monkeypatch.setattr(masked_attention, "causal_attention", lambda *_, **how: seen.append(how["backend"]))
     (q, k, v), _ = inputs_of((1, 8, 2, 2, 16, 16), torch.float32, "cpu")
     for window in (0, 8, 9):
-        operation(None, window, AttentionBackend.te)(q, k, v)
-    assert seen == [AttentionBackend.te] * 3
-    assert operation(None, 7, AttentionBackend.te)(q, k, v).shape == (1, 8, 2, 16)
+        operation(None, window, AttentionBackend.padded_flash)(q, k, v)
+    assert seen == [AttentionBackend.padded_flash] * 3
+    assert operation(None, 7, AttentionBackend.padded_flash)(q, k, v).shape == (1, 8, 2, 16)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_whole_sequences_run_the_backend_and_a_window_over_all_keys_is_none(monk
 def test_operation_is_registered_as_torch_asks(window, lengths, sinks):
     inputs, _ = inputs_of((1, 20, 4, 2, 16, 8), torch.float32, "cpu", sinks)
     q, k, v, *sinks_H = inputs
-    given = (q, k, v, first_keys(lengths, 1, 20), *(sinks_H or [None]), SCALE, window)
+    given = (q, k, v, first_keys(lengths, 1, 20), *(sinks_H or [None]), SCALE, window, "", False)
     opcheck(torch.ops.graphmoe.attention.default, given)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from graphmoe.config import packages
 from graphmoe.config.schema import AttentionBackend
-from graphmoe.ops.attention import causal_attention
 from graphmoe.ops.grouped_mlp import vendor
+from graphmoe.ops.masked_attention import attention as attend
 from tests.ops import attention_fakes as attention
 from tests.ops.test_attention import (
     SCALE,
@@ -98,7 +98,7 @@ def aiter(turbo, monkeypatch):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_runs_eager_and_compiled(shape, aiter):
-    run = functools.partial(causal_attention, scale=SCALE, backend=AttentionBackend.turbo)
+    run = functools.partial(attend, scale=SCALE, backend=AttentionBackend.turbo)
     assert_matches_reference(run, shape, torch.bfloat16)
     *qkv, grad = make_inputs(shape)
     torch.compiler.reset()

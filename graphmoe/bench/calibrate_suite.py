@@ -22,8 +22,10 @@ from graphmoe.bench.rank_group import RankGroup, joined_ranks, samples_ms
 from graphmoe.config.schema import AttentionBackend, ModelConfig
 from graphmoe.ops import formats, fp8_mlp, linear_cross_entropy, masked_attention  # noqa: F401  # registers
 from graphmoe.ops.attention import choose_backend
+from graphmoe.ops.delta_net import delta_net
 from graphmoe.ops.fp8 import fp8_dtype, quantise, reason_against
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
+from graphmoe.ops.short_conv import unit_norm
 from graphmoe.ops.timing import time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.hardware import Card
@@ -39,7 +41,7 @@ LAUNCHED = (
 )  # fmt: skip
 """Overrides of a run whose steps are bound by the host."""
 TIMED_STEPS = 10
-WORK = {"attention_backward": 2}  # products of a call over those of the case's work
+WORK = {"attention_backward": 2, "delta_net_backward": 2}  # products of a call over those of the case's work
 BLANK: Row = {"case": "", "rate": "", "call": "", "kind": 0, "size": 0, "work": 0}
 BLANK |= dict.fromkeys(("median_ms", "share", "value_us"))
 Point = tuple[float, float, float]
@@ -125,11 +127,24 @@ def attention(H: int, E: int, V: int, S: int, G: int, B: int, generator: torch.G
     def forward() -> Tensor:
         return masked_attention.attention(*leaves, scale=E**-0.5, backend=backend)
 
-    out_BSHV = forward()
-    dout_BSHV = torch.randn_like(out_BSHV)
+    return _both_ways("attention", forward, leaves)
+
+
+def states(H: int, V: int, K: int, W: int, S: int, B: int, generator: torch.Generator) -> Calls:
+    """Return a delta net's calls: B sequences of S tokens, H key, V value heads; their sizes K and W."""
+    q_BSHK, k_BSHK = (unit_norm(normal(generator, B, S, H, K)) for _ in range(2))
+    decay_BSV, beta_BSV = (normal(generator, B, S, V).float() for _ in range(2))
+    given = q_BSHK, k_BSHK, normal(generator, B, S, V, W), -decay_BSV.abs(), beta_BSV.sigmoid()
+    leaves = [x.requires_grad_() for x in given]
+    return _both_ways("delta_net", lambda: delta_net(*leaves, None), leaves)
+
+
+def _both_ways(rate: str, forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Calls:
+    out = forward()
+    d_out = torch.randn_like(out)
     return {
-        "attention_forward": forward,
-        "attention_backward": lambda: torch.autograd.grad(out_BSHV, leaves, dout_BSHV, retain_graph=True),
+        f"{rate}_forward": forward,
+        f"{rate}_backward": lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True),
     }
 
 
@@ -158,6 +173,10 @@ def _grouped_point(D: int, F: int, E: int, T: int, K: int) -> Point:
     return F, T * K / E, 3 * 2 * T * K * D * F
 
 
+def _states_point(H: int, V: int, K: int, W: int, S: int, B: int) -> Point:
+    return K, B * V, 6 * B * S * V * K * W
+
+
 def _attention_point(H: int, E: int, V: int, S: int, G: int, B: int) -> Point:
     return E, S, 2 * B * S * H * (E + V) * S / 2
 
@@ -172,12 +191,16 @@ GROUPED = (
 ROUTERS = [(2048, 64, 512), (2048, 64, 4096), (2048, 64, 16384), (2048, 128, 4096), (7168, 256, 4096)]
 ATTENTION = [(16, 192, 128, S, 16, 8192 // S) for S in (512, 2048, 4096)]
 ATTENTION += [(32, 128, 128, S, 4, 8192 // S) for S in (1024, 4096, 8192)]
+STATES = [(16, 32, 128, 128, 4096, B) for B in (1, 2, 4)]
+STATES += [(H, 2 * H, 128, 128, 4096, 1) for H in (1, 8)]
+STATES += [(H, 2 * H, 64, 64, 4096, 4) for H in (1, 4, 16)]
 HEADS = [(2048, 102400, tokens) for tokens in (512, 4096, 16384)]
 TABLE: tuple[tuple[str, Callable[..., Calls], Callable[..., Point], Any, Any], ...] = (
     ("dense/{}x{}/{}", dense, _dense_point, *DENSE),
     ("grouped/{}x{}x{}/{}", experts, _grouped_point, *GROUPED),
     ("router/{}x{}/{}", router, lambda D, E, T: (E, T, 2 * T * D * E), ROUTERS, [(32, 8, 64)]),
     ("attention/{}x{}x{}/{}", attention, _attention_point, ATTENTION, [(2, 24, 16, 32, 2, 2)]),
+    ("delta_net/{}x{}x{}x{}/{}x{}", states, _states_point, STATES, [(2, 4, 16, 16, 80, 1)]),
     ("head/{}x{}/{}", head, lambda D, V, T: (D, T, 3 * 2 * T * D * V), HEADS, [(32, 128, 64)]),
     ("copy", copy, lambda size: (0, 0, 2 * size), [(2**31,)], [(2**16,)]),
     ("fp8_dense/{}x{}/{}", fp8_dense, _dense_point, *DENSE),

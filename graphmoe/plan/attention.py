@@ -16,6 +16,7 @@ GROUPED_OPTIONS = (
 )  # fmt: skip
 """Keys of ``model`` that another attention than gqa refuses unless they have their defaults."""
 LINEAR_HEADS = (16, 32, 64, 128)  # those in `ops.delta_net.kernels`
+LINEAR_CHUNK = 64  # positions that these compute at once
 
 
 class Weight(NamedTuple):

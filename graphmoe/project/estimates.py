@@ -9,6 +9,7 @@ from typing import NamedTuple
 from graphmoe.config.schema import Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import state_bytes
 from graphmoe.optim import rule_of
+from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
@@ -243,8 +244,8 @@ def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKin
 
 
 def _alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
-    # the first layers of the model that have experts in the same places
-    kinds, own = [is_moe(model, i) for i in range(model.num_layers)], pieces.layers
+    # the first layers of the model that have experts and delta nets in the same places
+    kinds, own = [(is_moe(model, i), is_linear(model, i)) for i in range(model.num_layers)], pieces.layers
     starts = range(own.start + 1)
     first = next(i for i in starts if kinds[i : i + len(own)] == kinds[own.start : own.stop])
     return replace(pieces, layers=range(first, first + len(own)))

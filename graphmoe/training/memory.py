@@ -10,6 +10,7 @@ from graphmoe.model.sizes import STATE_KINDS, Owned, state_bytes
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
+from graphmoe.plan.attention import LINEAR_CHUNK, is_linear
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
 from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
@@ -166,21 +167,37 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     found = [0.0]
     layers = _layers(sizes, stages)
     if not (recompute.layers or sizes.fp8_skips):  # layers of a kind are alike
-        layers = [*{is_moe(model, index): index for index in layers}.values()]
+        layers = [*{(is_moe(model, index), is_linear(model, index)): index for index in layers}.values()]
     for index in layers:
-        mlp = _experts_work(sizes.of_layer(index))
+        own = sizes.of_layer(index)
+        mlp = _experts_work(own)
         if not is_moe(model, index):
             mlp = e * sizes.gathered * 3 * model.dense_ffn_size // sizes.layout.tp + 3 * sizes.state
-        found.append(max(_attention_work(sizes), mlp) + made_again(sizes, recompute, index))
+        found.append(max(_attention_work(own), mlp) + made_again(sizes, recompute, index))
     if any(stage.loss for stage in stages):
         found.append(_loss_work(sizes))
     return max(found)
 
 
 def _attention_work(sizes: Sizes) -> float:
+    if sizes.attention.recurrence:
+        return _states_work(sizes)
     heads = sizes.heads(sizes.model.num_heads + sizes.kv_heads)
     width = heads * (sizes.attention.head + sizes.value_head)
     return sizes.element_bytes * sizes.attended * width + 3 * sizes.state
+
+
+def _states_work(sizes: Sizes) -> float:
+    # of the kernels' backward, that holds what each makes until it returns
+    facts, tp = sizes.attention, sizes.layout.tp
+    keys, values = facts.weights[0].columns // tp, facts.weights[-1].rows // tp
+    heads = values // facts.value
+    by_head, chunks = heads * facts.head, sizes.sequences * -(-sizes.seq_len // LINEAR_CHUNK)
+    # inverses and scores; states and their gradients
+    of_chunk = 2 * heads * (LINEAR_CHUNK**2 + facts.head * facts.value)
+    # corrections, gradients of these, of values, result and gate; of queries, keys, by value head and summed
+    of_token = 5 * values + 2 * (by_head + keys * (by_head > keys))
+    return sizes.element_bytes * (chunks * of_chunk + sizes.gathered * of_token) + 3 * sizes.state
 
 
 def _experts_work(sizes: Sizes) -> float:

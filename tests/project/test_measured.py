@@ -66,6 +66,9 @@ def runs() -> Iterator[Run]:
             # that commit held quantized weights beside those in bf16
             gib = None if run["commit"] == "e5bb8fd" else run["peak_memory_gib"]
             yield Run(f"fp8_h200: {ranks}, {' '.join(words[5:-1])}", ranks, words, run["median_step_ms"], gib)
+    run = raw("qwen3_next_h200/bf16.json")
+    words, gib = f"{run['overrides']} {run['decided']}".split(), max(s["memory_gib"] for s in run["steps"])
+    yield Run("qwen3_next_h200", 1, (*words, PLAIN), 1e3 * median(run["steps"], "step_s"), gib)
     for row in raw("captured_h200/second.json")["rows"]:
         words, gib = (*row["overrides"], "precision.compute=bf16", PLAIN), row["peak_allocated_bytes"] / 2**30
         name = f"captured_h200: {row['case']}, {row['scope']}{', again' * row['again']}"

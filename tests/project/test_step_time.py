@@ -10,18 +10,21 @@ from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.runs import projected_run
 from graphmoe.config.schema import ConfigError, Fp8Recipe, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs.hardware import CARDS, GB300, H200, MI300X
 from graphmoe.plan.costs.rates import CLASSES, FP8, FP8_RATES, Rates, Speeds, default_rates, rates_of
 from graphmoe.plan.costs.segment_times import REPLICA_PLAN, REPLICAS
 from graphmoe.plan.experts import SLACK
+from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules import resolve
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
+from graphmoe.project.estimates import place_kinds
 from graphmoe.project.step_time import short_plan, step_time
 from graphmoe.project.tables import render
 from graphmoe.runtime.dispatch.nvshmem import MIN_BYTES
 from graphmoe.training.memory import allocated_bytes, memory_of_places
-from tests.plan.costs.test_activations import MODEL
+from tests.plan.costs.test_activations import HYBRID, MODEL
 from tests.runs import ROOT, config, text_of
 from tests.test_docs import rows_below
 
@@ -47,6 +50,15 @@ def test_every_card_has_a_projection(card):
     rest = times["exposed_gradients"] + times["update"]
     step = max(found["micro_batches"] * busy + rest, times["host"])
     assert found["step_time_s"] == pytest.approx(step)
+
+
+def test_stages_that_stand_for_others_have_their_delta_nets():
+    words = (*HYBRID, "parallel.pp=2", "pipeline.layout=Ettt|tttL", "model.num_dense_layers=0")
+    plan = plan_of(config(*MODEL, *EIGHT, *words, "model.num_layers=6", "pipeline.schedule=1f1b"), 8)
+    assert plan.pipeline
+    stages = [kind.stages[0] for kind in place_kinds(plan.pipeline, plan.model)]
+    linear = [[is_linear(plan.model, i) for i in stage.layers] for stage in stages]
+    assert linear == [[True, False, True], [False, True, False]]
 
 
 def test_zero_bubble_schedules_wait_less_than_1f1b():
@@ -125,7 +137,8 @@ def test_rates_of_nvidia_are_those_of_the_raw_data():
     one, two = (json.loads((RAW / name).read_text())["rates"] for name in ("rates.json", "links.json"))
     eight = json.loads((RAW_FP8 / "rates.json").read_text())["rates"]
     in_steps = json.loads((RAW / "in_steps.json").read_text())["points"]
-    for name in CLASSES:
+    # those of delta nets have raw data of their own: tests/plan/costs/test_layer_times.py
+    for name in (each for each in CLASSES if not each.startswith("delta_net")):
         points = (eight if name.startswith(FP8) else one)[name]
         points = sorted([*points, *(share_in_step(each) for each in in_steps if each["rate"] == name)])
         expected = [(round(kind), size, pytest.approx(share, rel=5e-3)) for kind, size, share in points]

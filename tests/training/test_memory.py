@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphmoe.runtime.dispatch
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights, state_bytes
+from graphmoe.ops.delta_net import launches
 from graphmoe.ops.symm.peers import Region, Sizes
 from graphmoe.optim import rule_of
 from graphmoe.optim.flat_buffers import families_of
@@ -19,7 +21,8 @@ from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.training.dry_run import dry_run
 from graphmoe.training.memory import memory_of_places
-from tests.plan.costs.test_activations import MODEL
+from tests.ops.ahead_of_time import launches_of
+from tests.plan.costs.test_activations import HYBRID, MODEL
 from tests.runs import config, slow_but
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -32,7 +35,7 @@ TWO = "launch.fake_world=2"
 PEAKS = {
     "one rank": (), "all again": ("recompute.all=true",), "ep": (TWO, "parallel.ep=2"),
     "tp": (TWO, "parallel.tp=2"), "8 bits": (FP8,), "8 bits, ep": (FP8, *SYMM), "replicas": REPLICAS,
-    "8 bits, replicas": (FP8, *REPLICAS),
+    "8 bits, replicas": (FP8, *REPLICAS), "a state": HYBRID, "a state, tp": (*HYBRID, TWO, "parallel.tp=2"),
 }  # fmt: skip
 
 
@@ -50,6 +53,41 @@ def test_the_total_is_near_the_peak_of_a_dry_run(words):
     peak = found["peak_bytes"] - forms - shared
     apart = memory.buffers["communication"] + forms + shared  # libraries' buffers are in no dry run
     assert memory.total - apart == pytest.approx(peak, rel=0.05)
+
+
+class Made(TorchDispatchMode):
+    """Bytes of all storages that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.tensors.setdefault(result.untyped_storage()._cdata, result)
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+
+@pytest.mark.parametrize("heads", [(2, 4), (4, 4)])
+def test_the_backward_of_states_works_in_what_its_kernels_allocate(heads):
+    (H, V), (B, S, K, W) = heads, (2, 200, 32, 64)
+    (memory,) = memory_of(
+        *HYBRID, f"data.seq_len={S}", f"train.micro_batch_size={B}", f"train.global_batch_size={B}",
+        f"model.linear_key_heads={H}", f"model.linear_value_heads={V}", f"model.linear_value_head_dim={W}",
+        "model.expert_ffn_size=16", "model.num_experts=1", "model.top_k=1", "model.num_dense_layers=0",
+    )  # fmt: skip
+    sizes = (V, W), (H, K), (H, K), (V, W)
+    d_out, q, k, v = (torch.empty(B, S, *each, dtype=torch.bfloat16, device="meta") for each in sizes)
+    g, beta = (torch.empty(B, S, V, device="meta") for _ in range(2))
+    with Made() as made:
+        launches_of("", lambda: launches.backward(d_out, q, k, v, g, beta, None))
+    # and gradients of the result, of its gate, and of what the layer adds to
+    beside = 2 * d_out.numel() * 2 + 3 * B * S * 128 * 2
+    assert memory.buffers["working"] == pytest.approx(made.num_bytes + beside, rel=0.01)
 
 
 def test_a_stage_without_a_loss_needs_the_gradient_of_its_embedding_as_in_a_dry_run():

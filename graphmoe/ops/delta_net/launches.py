@@ -8,8 +8,8 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.delta_net import kernels
+from graphmoe.plan.attention import LINEAR_CHUNK
 
-CHUNK = 64
 STATE_COLUMNS = 32  # of a value head in a program that loops over chunks: such programs are few
 IS_ROCM = torch.version.hip is not None
 
@@ -27,7 +27,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_out, q, k, v, g, beta, first = _laid_out(d_out, q, k, v, g, beta, first)
     (B, S, H, K), (V, W) = q.shape, v.shape[2:]
-    chunks = triton.cdiv(S, CHUNK)
+    chunks = triton.cdiv(S, LINEAR_CHUNK)
     inverse, scores = _chunks(q, k, g, beta, first, V)
     state, step = v.new_empty(B, V, chunks, K, W), v.new_empty(v.shape)
     _states(q, k, v, g, beta, first, inverse, scores, None, state, step)
@@ -56,12 +56,12 @@ def _chunks(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, V: int
 ) -> tuple[Tensor, Tensor]:
     B, S, _, K = q.shape
-    chunks = triton.cdiv(S, CHUNK)
-    inverse, scores = (q.new_empty(B, V, chunks, CHUNK, CHUNK) for _ in range(2))
+    chunks = triton.cdiv(S, LINEAR_CHUNK)
+    inverse, scores = (q.new_empty(B, V, chunks, LINEAR_CHUNK, LINEAR_CHUNK) for _ in range(2))
     precision = _precision() if q.dtype == torch.float32 or IS_ROCM else "tf32"
     kernels.chunks_kernel[(V, chunks, B)](
         q, k, g, beta, first, inverse, scores, *_strides(q, k), S, K**-0.5,
-        LEVELS=CHUNK.bit_length() - 1, OF_INVERSE=precision, **_constants(q, g, first),
+        LEVELS=LINEAR_CHUNK.bit_length() - 1, OF_INVERSE=precision, **_constants(q, g, first),
         num_warps=num_warps(128), num_stages=1,
     )  # fmt: skip
     return inverse, scores
@@ -81,7 +81,7 @@ def _states(
 
 
 def _constants(q: Tensor, of_values: Tensor, first: Tensor | None) -> dict[str, Any]:
-    sizes = {"H": q.shape[2], "V": of_values.shape[2], "K": q.shape[3], "C": CHUNK}
+    sizes = {"H": q.shape[2], "V": of_values.shape[2], "K": q.shape[3], "C": LINEAR_CHUNK}
     return sizes | {"HAS_FIRST": first is not None, "PRECISION": _precision()}
 
 

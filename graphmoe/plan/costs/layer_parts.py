@@ -61,9 +61,12 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
         return Product(*map(sum, zip(*both, strict=True)))
 
     flops = sizes.tokens * attention_scores(sizes.model, sizes.seq_len)
+    # states of all sequences and heads are computed beside each other, each along its sequence
+    states = sizes.sequences * last.rows / facts.value / tp
+    rate, size = ("delta_net", states) if facts.recurrence else ("attention", sizes.seq_len)
     scores = Product(
-        speeds.seconds(flops, "attention_forward", facts.head, sizes.seq_len),
-        speeds.seconds(2 * flops, "attention_backward", facts.head, sizes.seq_len),
+        speeds.seconds(flops, f"{rate}_forward", facts.head, size),
+        speeds.seconds(2 * flops, f"{rate}_backward", facts.head, size),
     )
     return AttentionParts(
         timed(before),

@@ -56,6 +56,10 @@ class Rates:
     """Forward of attention's GEMMs; causal ones count half."""
     attention_backward: Share
     """Backward of attention, counted as four GEMMs, though kernels compute five."""
+    delta_net_forward: Share
+    """Forward of a delta net's states, counted position by position, though kernels compute chunks."""
+    delta_net_backward: Share
+    """Backward of a delta net's states, counted twice the forward."""
     fp8_dense: Share
     """Forward and dgrad of dense GEMMs in fp8, without quantization; a share of the fp8 peak."""
     fp8_dense_weights: Share
@@ -102,10 +106,11 @@ class Rates:
     """Latency of an exchange by DeepEP."""
 
 
-_DENSE, _GROUPED, _SCORES = (
+_DENSE, _GROUPED, _SCORES, _STATES = (
     ("square root of the weight's elements", "rows"),
     ("width of an expert", "rows of an expert"),
     ("size of a query head", "tokens of a sequence"),
+    ("size of a key head", "value heads of all sequences"),
 )
 # rates that may be points, and their two sizes: the first selects a class, the second is interpolated
 CLASSES = {
@@ -118,6 +123,7 @@ CLASSES = {
     "router": ("experts", "tokens"),
     "head": ("hidden size", "tokens"),
     **dict.fromkeys(("attention_forward", "attention_backward"), _SCORES),
+    **dict.fromkeys(("delta_net_forward", "delta_net_backward"), _STATES),
 }
 
 

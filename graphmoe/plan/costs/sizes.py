@@ -12,6 +12,7 @@ from graphmoe.config.schema import (
     AttentionBackend,
     ComputeDtype,
     ConfigError,
+    DeltaNetBackend,
     DpShard,
     Fp8Recipe,
     Fp8WeightGrad,
@@ -200,10 +201,9 @@ def refuse_unknown(config: RunConfig) -> None:
             f"the facts of model.attention={config.model.attention} do not say what its backward saves; "
             f"give them kept, or use model.attention={' or '.join(ATTENTIONS.names)}"
         )
-    if is_hybrid(config.model):
+    if is_hybrid(config.model) and config.model.delta_net_backend is DeltaNetBackend.fla:
         problems.append(
-            f"rates of model.linear_attention={config.model.linear_attention.value} are not measured, so "
-            f"that no model with it is projected"
+            "model.delta_net_backend=fla has other rates and saves other activations; use auto or triton"
         )
     if config.model.layer not in LAYERS.names:
         problems.append(f"model.layer={config.model.layer} saves unknown activations; use {LAYERS.names[0]}")

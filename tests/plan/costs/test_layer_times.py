@@ -1,5 +1,6 @@
 """Times of segments and of a model's parts: FLOPs, bytes that are sent, what runs again, default layouts."""
 
+import json
 from collections import Counter
 from dataclasses import fields, replace
 
@@ -8,6 +9,7 @@ import pytest
 from graphmoe.config.schema import ContextMethod, Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs import layer_parts, segment_times
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import attention_parts, experts, gate, swiglu, weight_forms
@@ -25,7 +27,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.balance import default_layout
 from graphmoe.plan.pipeline.layouts import all_pieces, parse_layout, pieces_of
 from graphmoe.plan.recompute import Recompute
-from tests.runs import PRESETS
+from tests.runs import PRESETS, ROOT
 
 NVIDIA = default_rates(is_nvidia=True)
 NOTHING = ("load_spread", "power_cap", *(f.name for f in fields(NVIDIA) if f.name.endswith("_us")))
@@ -35,6 +37,8 @@ WIRES = ("node_gb_per_s", "peer_gb_per_s", "network_gb_per_s")
 FREE = replace(H200, hbm_tb_per_s=ENDLESS, **dict.fromkeys(WIRES, ENDLESS))  # products alone take time
 AT_PEAK = Speeds(FREE, PEAK)
 SEQ_LEN = 4096
+NEXT = "qwen3_next_80b_a3b"
+STATES = json.loads((ROOT / "docs/benchmarks/qwen3_next_h200/kernels.json").read_text())
 
 
 def run_of(model: str, **parallel: object) -> RunConfig:
@@ -55,7 +59,7 @@ def times_of(run: RunConfig, speeds: Speeds) -> list[SegmentTime]:
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}])
-@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b", NEXT])
 def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parallel):
     run = run_of(model, cp_method=ContextMethod.ring, **parallel)
     config, layout = run.model, sizes_of(run, 8).layout
@@ -63,7 +67,13 @@ def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parall
     tokens = SEQ_LEN // (layout.cp * layout.tp)
     num_moe_layers = config.num_layers - config.num_dense_layers + config.mtp_depth
     routers = 3 * 2 * num_moe_layers * config.hidden_size * config.num_experts
-    flops = tokens * (flops_per_token(config, SEQ_LEN) + routers)
+    # short convolutions take the time of their traffic
+    taps = config.linear_conv_taps * sum(is_linear(config, i) for i in range(config.num_layers))
+    keys, values = (
+        getattr(config, f"linear_{key}_heads") * getattr(config, f"linear_{key}_head_dim")
+        for key in ("key", "value")
+    )
+    flops = tokens * (flops_per_token(config, SEQ_LEN) + routers - 3 * 2 * taps * (2 * keys + values))
     assert seconds * FREE.tflops * 1e12 == pytest.approx(flops, rel=1e-9)
 
 
@@ -200,6 +210,32 @@ def test_the_default_layout_fits_its_model(name):
         costs = [stage.total for stage in stage_costs(parse_layout(layout), parts)]
         assert min(costs) > 0 and sum(costs) == pytest.approx(sum(part.total for part in parts))
         assert max(costs) <= sum(costs) / num_stages + max(part.total for part in parts)
+
+
+@pytest.mark.parametrize("row", STATES["rows"], ids=lambda row: f"{row['sequences']} x {row['tokens']}")
+def test_states_take_the_time_that_their_kernels_were_measured_at(row):
+    run, kernels = run_of(NEXT), row["kernels_ms"]
+    assert sum(kernels.values()) == pytest.approx(row["total_ms"])
+    for key in ("key_heads", "value_heads"):
+        setattr(run.model, f"linear_{key}", row[key])
+    run.model.linear_key_head_dim, run.model.linear_value_head_dim = row["key_size"], row["value_size"]
+    run.data.seq_len, run.train.micro_batch_size = row["tokens"], row["sequences"]
+    scores = attention_parts(sizes_of(run, 1).of_layer(0), Speeds(H200, NVIDIA)).scores
+    forward = (kernels["states_kernel"] + kernels["chunks_kernel"]) / 2  # each runs once each way
+    assert scores.forward * 1e3 == pytest.approx(forward, rel=0.005)
+    assert scores.inputs * 1e3 == pytest.approx(row["total_ms"] - forward, rel=0.005) and not scores.weights
+
+
+def test_fewer_states_than_programs_of_the_gpu_take_as_long_for_their_recurrence():
+    sizes, speeds = sizes_of(run_of(NEXT), 8), Speeds(H200, NVIDIA)
+    of_ranks = (replace(sizes, layout=Layout(tp=tp)).of_layer(0) for tp in (1, 2))
+    whole, part = (attention_parts(each, speeds).scores for each in of_ranks)
+    row = STATES["rows"][2]  # of 32 states too
+    kernels, share = row["kernels_ms"], SEQ_LEN / row["tokens"]
+    waits = share * (kernels["states_kernel"] + kernels["d_states_kernel"])
+    rest = share * row["total_ms"] - waits
+    for found, wanted in ((whole, waits + rest), (part, waits + rest / 2)):
+        assert sum(found) * 1e3 == pytest.approx(wanted, rel=0.01)
 
 
 def test_the_head_of_every_depth_is_with_the_loss():

@@ -1,7 +1,10 @@
 """Rules, layers and keys of ``model.linear_attention``."""
 
+from contextlib import nullcontext
+
 import pytest
 
+from graphmoe.config.schema import ConfigError, DeltaNetBackend
 from graphmoe.plan.attention import is_linear, keys_per_query, masks_of_layers, model_of_layer
 from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.plan import plan_of
@@ -11,6 +14,7 @@ from tests.runs import config
 
 GQA = "model.attention=gqa model.num_kv_heads=2"
 HYBRID = f"{GQA} model.linear_attention=delta_net model.full_every=2"
+FLA = r"^not projected: model.delta_net_backend=fla has other rates .*; use auto or triton$"
 KEYS = "model.linear_key_heads=2 model.linear_value_heads=4 model.linear_conv_taps=3"
 RULES = """
 model.linear_attention=delta_net | model.linear_attention=delta_net applies to model.attention=gqa only; use
@@ -42,10 +46,13 @@ def test_each_nth_layer_and_those_of_later_tokens_attend():
     assert masks_of_layers(model, 16) == {(0, 0): 2} and keys_per_query(model, 16) == 2 / 5 * 8
 
 
-def test_sizes_of_a_state_have_no_effect_without_one_and_its_time_is_unknown():
+def test_sizes_of_a_state_have_no_effect_without_one_and_only_own_kernels_have_rates():
     gqa, hybrid = (config(*words.split(), *KEYS.split()) for words in (GQA, HYBRID))
     warnings = [*without_effect(plan_of(gqa, 1), 1)]
     assert "model.linear_conv_taps=3 has no effect with model.linear_attention=none" in warnings
     assert not any("linear" in warning for warning in without_effect(plan_of(hybrid, 1), 1))
-    with pytest.raises(ValueError, match="rates of model.linear_attention=delta_net are not measured"):
-        refuse_unknown(hybrid)
+    hybrid.compile.enabled = True
+    for backend in DeltaNetBackend:
+        hybrid.model.delta_net_backend = backend
+        with nullcontext() if backend.value != "fla" else pytest.raises(ConfigError, match=FLA):
+            refuse_unknown(hybrid)

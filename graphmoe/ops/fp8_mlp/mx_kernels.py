@@ -14,7 +14,6 @@ from graphmoe.ops.fp8_blocks.kernels import add_product, load_mx, store_mx, stor
 from graphmoe.ops.fp8_mlp.kernels import live_rows
 from graphmoe.ops.grouped_mlp.rows_kernel import (
     add_bias,
-    add_tile,
     clamped,
     experts_of,
     gradients,
@@ -189,7 +188,4 @@ def weight_grad_kernel(
             product = add_product(product, left, ls, right, rs, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK, UPCAST)
         inside = m + tl.arange(0, BLOCK_M) < M
         to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
-        if ADD:
-            add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
-        else:
-            store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+        store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES, ADD)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import Stored
-from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
+from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, mx_like
 from graphmoe.ops.fp8_mlp.reference import Activation, Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
@@ -32,9 +32,9 @@ def _swiglu(
     x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None, act: Activation
 ) -> tuple[Stored, Stored | None]:
     (R, H), a = h_RH.shape, None
-    h = _empty(x, R, H)
+    h = mx_like(h_RH, R, H)
     if weight_TK is not None:
-        weight_TK, a = weight_TK.contiguous(), _empty(x, R, H // 2)
+        weight_TK, a = weight_TK.contiguous(), mx_like(h_RH, R, H // 2)
     of_tiles = (h_RH, weight_TK, plan.slot_R, plan.ends_E, *h, *(a or (None, None)))
     _by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128, act)
     return h, a
@@ -45,7 +45,7 @@ def _swiglu_grad(
     known_a: Tensor | None, known: Known | None, act: Activation,
 ) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
     R, F = da_RF.shape
-    dh, a = _empty(dy, R, 2 * F), _empty(dy, R, F)
+    dh, a = mx_like(da_RF, R, 2 * F), mx_like(da_RF, R, F)
     partial = weight_TK.new_empty(-(-F // COLUMNS), R)
     of_tiles = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, partial)
     _by_tiles("swiglu_grad_kernel", of_tiles, plan, F, 256, act)
@@ -77,7 +77,7 @@ def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stor
 
     max_tiles, C = len(table) // 2, of[0].shape[1]
     padded = max_tiles * BLOCK_R
-    result = _empty(of, C, padded)
+    result = mx_like(of[0], C, padded)
     if max_tiles:
         turned_kernel[(max_tiles, -(-C // COLUMNS))](
             *of, plan.slot_R, plan.ends_E, table, *result, max_tiles, padded,
@@ -85,10 +85,6 @@ def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stor
             num_warps=num_warps(256),
         )  # fmt: skip
     return result
-
-
-def _empty(like: Stored, rows: int, columns: int) -> Stored:
-    return like[0].new_empty(rows, columns), like[1].new_empty(rows, columns // MX_BLOCK)
 
 
 def _product(

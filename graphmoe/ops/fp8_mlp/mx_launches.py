@@ -5,7 +5,6 @@ No call waits for the device, and every sum has a fixed order.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from graphmoe.ops import num_warps
@@ -54,21 +53,17 @@ def _swiglu_grad(
 
 def _wgrad(
     dy: Stored, x: Stored, dh: Stored, a: Stored, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    E, sides = len(plan.ends_E) - (len(of_more[0]) if of_more else 0), ((dh, x), (dy, a))
-    sizes = [(E, left[0].shape[1], right[0].shape[1]) for left, right in sides]
-    up, down = totals or [dh[0].new_empty(size, dtype=torch.float32) for size in sizes]
+    totals: tuple[Tensor, Tensor], *, add: bool = False, of_more: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
     table = row_tiles(plan.ends_E, len(plan.slot_R))(BLOCK_R)
-    results = (up, *of_more[:1]), (down, *of_more[1:])
+    sides, results = ((dh, x), (dy, a)), ((totals[0], *of_more[:1]), (totals[1], *of_more[1:]))
     for pair, (total, *more), of_left in zip(sides, results, (False, True), strict=True):
         left = turned_rows(pair[0], plan, table, gathers=of_left)
         right = turned_rows(pair[1], plan, table, gathers=not of_left)
         _weight_grad(left, right, plan, total, add=add)
         for each in more:
-            _weight_grad(left, right, plan, each, in_front=E)
+            _weight_grad(left, right, plan, each, in_front=len(total))
         del left, right  # frees them before those of the next GEMM
-    return up, down
 
 
 def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stored:

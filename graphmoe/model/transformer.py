@@ -164,8 +164,7 @@ class Transformer(nn.Module):
                     f"parallel.{name}={ranks}: each rank has a part of the logits, which are not gathered; "
                     f"use parallel.{name}=1 to generate"
                 )
-        x_BSD, _, _ = self.hidden(tokens_BS)
-        return self.loss_head.logits(x_BSD)
+        return self.loss_head.logits(self.hidden(tokens_BS))
 
     def loss(self, tokens_BS: Tensor, labels_BS: Tensor, execute: Executor = run_segments) -> LossOutput:
         """Return the losses of a micro-batch; label -100 is ignored. No device sync.
@@ -261,15 +260,11 @@ class Transformer(nn.Module):
             normed += finish(output.x_BSD, layer.norm, depth)
         return tuple(normed), losses
 
-    def hidden(
-        self, tokens_BS: Tensor, execute: Executor = run_segments
-    ) -> tuple[Tensor, list[MoEOutput], tuple[Tensor, Tensor]]:
-        """Return states before the final norm, outputs of the MoE layers, and rotary tables."""
-        rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
-        x_BSD = self._embed(tokens_BS, execute)
-        layers = range(len(self.layers))
-        x_BSD, outputs = self._run_layers(x_BSD, layers, rope, execute, self._first(tokens_BS))
-        return x_BSD, outputs, rope
+    def hidden(self, tokens_BS: Tensor) -> Tensor:
+        """Return the states before the final norm, [B, S, D]."""
+        x_BSD, rope = self._embed(tokens_BS, run_segments), self.rope(tokens_BS.shape[1], tokens_BS.device)
+        layers, first_BS = range(len(self.layers)), self._first(tokens_BS)
+        return self._run_layers(x_BSD, layers, rope, run_segments, first_BS)[0]
 
     def _run_layers(
         self,

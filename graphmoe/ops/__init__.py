@@ -54,6 +54,14 @@ def num_warps(threads: int) -> int:
     return max(threads // (64 if torch.version.hip else 32), 1)
 
 
+def triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
 def register_gradient(
     op: CustomOpDef, gradient: Callable[..., Any] | Sequence[Callable[..., Any]],
     saved: Callable[[Sequence[Any], Any], Sequence[Any]] = lambda inputs, _: inputs, results: int = 1,

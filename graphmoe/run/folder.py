@@ -183,14 +183,8 @@ def _as_read(config: dict[str, Any]) -> Any:
 
 
 def _read_config(path: Path, ours: Any) -> dict[str, Any]:
-    text = read_text(path)
-    try:
-        found = load_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
-        raise FileError(f"{path} holds no keys of a configuration")
-    return aligned(found, ours, json_object(text.rpartition(_PRINTS)[2]) or {})
+    found = read_yaml(path, dict[str, Any])
+    return aligned(found, ours, json_object(read_text(path).rpartition(_PRINTS)[2]) or {})
 
 
 def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -113,12 +113,9 @@ class Wall:
     over_ms: float | None = None  # time of ``row`` over its floor
 
 
-def wall_of(summary: Summary, memory: float | None = None) -> Wall | None:
-    """Return what limits the step of a GPU; None for a trace of a CPU.
-
-    ``memory``: the run's peak as a share of the device's memory, by default as the trace has it.
-    """
-    memory = summary.facts.get("memory") if memory is None else memory
+def wall_of(summary: Summary) -> Wall | None:
+    """Return what limits the step of a GPU; None for a trace of a CPU."""
+    memory = summary.facts.get("memory")
     if summary.idle is None or summary.exposed_ms is None or summary.launches is None:
         return None
     exposed = summary.exposed_ms / summary.step_ms if summary.step_ms else 0.0

@@ -17,6 +17,7 @@ import torch
 
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import RunConfig
+from graphmoe.ops import triton_version
 from graphmoe.passes import PASSES
 from graphmoe.passes.base import PassSpec
 from graphmoe.plan.forced_loads import NO_LOAD
@@ -102,7 +103,7 @@ def base_facts(device: torch.device) -> dict[str, Any]:
     return {
         **{f"sources.{name}": digest for name, digest in source_hashes().items()},
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": triton_version(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "libc": os.confstr("CS_GNU_LIBC_VERSION") if hasattr(os, "confstr") else None,
         "machine": platform.machine(),
@@ -198,14 +199,6 @@ def _compiler_version() -> str | None:
     except (OSError, IndexError, subprocess.SubprocessError):
         return None
     return next(iter(run.stdout.splitlines()), None)
-
-
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return triton.__version__
 
 
 def _short_hash(content: bytes) -> str:

@@ -8,10 +8,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import fx
 
+from graphmoe.config.arguments import text_table
 from graphmoe.config.ranges import shown_size
 from graphmoe.passes.base import PassReport
 from graphmoe.runtime.compile.code import Compiled, CompileTurns, Turn, compile_graph
@@ -109,23 +110,12 @@ def cache_line(reports: Sequence[UnitReport], why_compiled: str) -> str:
 
 def to_text(reports: Sequence[UnitReport]) -> str:
     """Return tables of compile units and passes, then the reasons why passes replaced no match."""
-    units = Table(title="compiled units", title_justify="left")
-    for column in ("unit", "used", "graphs", "kept", "again", "seconds", "from"):
-        units.add_column(column, justify="left" if column in ("unit", "from") else "right")
-    for report in reports:
-        units.add_row(
-            report.unit,
-            f"{report.shared_by}x",
-            str(report.graphs),
-            shown_size(report.kept_bytes),
-            str(report.recomputed),
-            f"{report.seconds:.1f}",
-            report.source,
-        )
-    passes = Table(title="passes", title_justify="left")
-    for column in ("pass", "matches", "operations", "kept for backward", "ms"):
-        passes.add_column(column, justify="left" if column == "pass" else "right")
-    reasons: list[str] = []
+    units = [
+        [r.unit, f"{r.shared_by}x", str(r.graphs), shown_size(r.kept_bytes), str(r.recomputed)]
+        + [f"{r.seconds:.1f}", r.source]
+        for r in reports
+    ]
+    passes, reasons = list[list[str]](), list[str]()
     for name, rows in _by_pass(reports).items():
         total = _total(rows)
         kept = "-"
@@ -134,10 +124,14 @@ def to_text(reports: Sequence[UnitReport]) -> str:
         operations = f"{total['nodes_before']} -> {total['nodes_after']}"
         left = total["left"]
         matches = f"{total['matches']} of {total['matches'] + left}" if left else str(total["matches"])
-        passes.add_row(name, matches, operations, kept, f"{total['ms']:.1f}")
+        passes.append([name, matches, operations, kept, f"{total['ms']:.1f}"])
         reasons += [f"left by {name} in {row.unit}: {reason}\n" for row in rows for reason in row.left]
     console = Console(file=io.StringIO(), width=110)
-    console.print(units, passes)
+    how: dict[str, Any] = {"box": HEAVY_HEAD, "title_justify": "left", "pad_edge": True}
+    of_unit = ("unit", "used", "graphs", "kept", "again", "seconds", "from")
+    of_pass = ("pass", "matches", "operations", "kept for backward", "ms")
+    console.print(text_table(of_unit, units, names=(0, 6), title="compiled units", **how))
+    console.print(text_table(of_pass, passes, names=(0,), title="passes", **how))
     return console.file.getvalue() + "".join(reasons)  # type: ignore[attr-defined]
 
 

@@ -28,7 +28,7 @@ def test_a_later_token_never_changes_earlier_logits(name):
 def test_logits_and_loss_of_a_bf16_model_are_fp32_from_the_head_on():
     model = build_model(MLA, dtype=torch.bfloat16)
     tokens, labels = make_batch()
-    h, weight = model.loss_head.norm(model.hidden(tokens)[0]), model.loss_head.head.weight
+    h, weight = model.loss_head.norm(model.hidden(tokens)), model.loss_head.head.weight
     logits, loss = model(tokens), model.loss(tokens, labels)
     assert logits.dtype == loss.cross_entropy.dtype == loss.total.dtype == torch.float32
     assert_forward_close(logits, h.double() @ weight.double().T)

@@ -147,7 +147,6 @@ def every(steps: Any, case: Case, own: int | None = None, of: Results | None = N
     behind = {"of_more": [total[own:] for total in sums]} if more else {}
     steps.wgrad(*sides, parts, **behind)
     gradients = [each.clone() for each in sums]
-    assert more or all(map(torch.equal, steps.wgrad(*sides), gradients))
     steps.wgrad(*sides, parts, add=True, **behind)
     return Results(forward, hidden, dgrad, largest, gradients, sums)
 
@@ -376,7 +375,8 @@ def every_step(of: Any, stores: Sequence[Any], kind: str, D: int, F: int, E: int
         _, _, *made = steps.dgrad(rows, tuple(h), *turned, weight_TK, plan, dtype, act=act)
         expert_sums(made[0], plan.ends_E, made[1])
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
-        totals = steps.wgrad(*sides)
+        totals = tuple(meta(w.shape, dtype=torch.float32) for w in experts)
+        steps.wgrad(*sides, totals)
         steps.wgrad(*sides, totals, add=True)
         of_both = plan._replace(ends_E=meta(2 * E, dtype=torch.int32))
         steps.wgrad(*sides[:4], of_both, totals, of_more=totals)
@@ -386,5 +386,5 @@ def every_step(of: Any, stores: Sequence[Any], kind: str, D: int, F: int, E: int
             steps.forward(rows, *weights, weight_TK, plan, dtype, known, act=act)
             how = plan, dtype, meta(1), known
             _, _, *made = steps.dgrad(gradient, tuple(h), *turned, weight_TK, *how, act=act)
-            steps.wgrad(gradient, rows, tuple(made[:2]), tuple(made[2:]), plan)
+            steps.wgrad(gradient, rows, tuple(made[:2]), tuple(made[2:]), plan, totals)
             formats.by_kernel(*rows, R // K)

@@ -122,7 +122,7 @@ def test_an_answer_is_measured_once_for_each_shape_device_version_and_source(gpu
     gpu()
     for holder, name, value in (
         (torch, "__version__", "9.9"),
-        (choice, "_triton_version", lambda: "9.9"),
+        (choice, "triton_version", lambda: "9.9"),
         (choice, "_source_hash", lambda: "0"),
     ):
         with monkeypatch.context() as patch:

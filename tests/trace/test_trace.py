@@ -162,8 +162,9 @@ def test_a_wall_is_named_with_its_figures(figures):
     idle, launches, exposed, memory = figures
     rows = [SegmentTime(name, "F", 1, ms, 0, [], floor) for name, ms, floor in
             (("attn", 4, 3), ("mlp", 5, 2), ("loss", 9, None))]  # fmt: skip
-    summary = Summary("a", None, "gpu", {}, 1, 10.0, idle, exposed, 0.0, 1.0, launches, {}, rows)
-    wall = wall_of(summary, memory)
+    facts = {"memory": memory}
+    summary = Summary("a", None, "gpu", facts, 1, 10.0, idle, exposed, 0.0, 1.0, launches, {}, rows)
+    wall = wall_of(summary)
     assert (wall.name, wall.row, wall.over_ms) == (WALLS[figures], "mlp:F", 3)
     assert {"memory": "96.0%", "host": "20.0% with 500", "exchange": "exposed"}.get(
         wall.name, "mlp:F"

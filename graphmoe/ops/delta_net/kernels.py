@@ -56,12 +56,19 @@ def _decays(g, position, first, C: tl.constexpr):
 
 
 @triton.jit
-def _decays_of_states(
-    g_ptr, first_ptr, batch, g, start, position, S, V: tl.constexpr, C: tl.constexpr, HAS_FIRST: tl.constexpr
-):
-    """Return the decays of the state before the chunk to each position and to the chunk's end, and of each
-    position to the end.
+def _chunk(
+    g_ptr, beta_ptr, first_ptr, batch, head, chunk, S,
+    V: tl.constexpr, C: tl.constexpr, HAS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Return a chunk's positions, flags of those inside, rows, logarithms of decays, and betas; then decays:
+    of the state before it to each position, of that state to the chunk's end, of each position to the end.
     """
+    start = chunk * C
+    position = start + tl.arange(0, C)
+    inside, row = position < S, (batch * S + position) * V + head
+    g_ptr += batch * S * V + head
+    g = _numbers(g_ptr, position, inside, V)
+    beta = _numbers(beta_ptr + batch * S * V + head, position, inside, V)
     end = tl.minimum(start + C, S) - 1
     # a product, so that a decay that is not finite is seen even if there is no state
     before = tl.exp(tl.cumsum(g, 0)) * (_first_of(first_ptr, batch, position, S, HAS_FIRST) < start)
@@ -69,7 +76,7 @@ def _decays_of_states(
     through = tl.exp(tl.sum(g, 0)) * (first_of_end < start)
     later = _numbers(g_ptr, position + 1, position < end, V)
     after = tl.exp(tl.cumsum(later, 0, reverse=True))
-    return before, through, tl.where(position >= first_of_end, after, 0.0)
+    return position, inside, row, g, beta, before, through, tl.where(position >= first_of_end, after, 0.0)
 
 
 @triton.jit
@@ -117,20 +124,15 @@ def states_kernel(
     q_ptr += batch * q_batch + head // (V // H) * q_head
     k_ptr += batch * k_batch + head // (V // H) * k_head
     v_ptr += batch * v_batch + head * v_head
-    g_ptr += batch * S * V + head
-    beta_ptr += batch * S * V + head
     kind = k_ptr.dtype.element_ty
     state = tl.zeros([K, BW], tl.float32)
     for chunk in range(chunks):
-        start, place = chunk * C, (batch * V + head) * chunks + chunk
-        position = start + tl.arange(0, C)
-        inside, row = position < S, (batch * S + position) * V + head
+        place = (batch * V + head) * chunks + chunk
+        position, inside, row, g, beta, before, through, after = _chunk(
+            g_ptr, beta_ptr, first_ptr, batch, head, chunk, S, V, C, HAS_FIRST
+        )
         k = _load(k_ptr, position, k_stride, of_key, inside)
         v = _load(v_ptr, position, v_stride, column, inside).to(tl.float32)
-        g, beta = _numbers(g_ptr, position, inside, V), _numbers(beta_ptr, position, inside, V)
-        before, through, after = _decays_of_states(
-            g_ptr, first_ptr, batch, g, start, position, S, V, C, HAS_FIRST
-        )
         rounded = state.to(kind)
         known = tl.dot(k, rounded, input_precision=PRECISION)
         error = (beta[:, None] * (v - before[:, None] * known)).to(kind)
@@ -161,22 +163,17 @@ def d_states_kernel(
     d_out_ptr += batch * d_batch + head * d_head
     q_ptr += batch * q_batch + head // (V // H) * q_head
     k_ptr += batch * k_batch + head // (V // H) * k_head
-    g_ptr += batch * S * V + head
-    beta_ptr += batch * S * V + head
     kind = k_ptr.dtype.element_ty
     d_state = tl.zeros([K, BW], tl.float32)
     for number in range(chunks):
         chunk = chunks - 1 - number
-        start, place = chunk * C, (batch * V + head) * chunks + chunk
-        position = start + tl.arange(0, C)
-        inside, row = position < S, (batch * S + position) * V + head
+        place = (batch * V + head) * chunks + chunk
+        position, inside, row, g, beta, before, through, after = _chunk(
+            g_ptr, beta_ptr, first_ptr, batch, head, chunk, S, V, C, HAS_FIRST
+        )
         q = _load(q_ptr, position, q_stride, of_key, inside)
         k = _load(k_ptr, position, k_stride, of_key, inside)
         d_out = _load(d_out_ptr, position, d_stride, column, inside)
-        g, beta = _numbers(g_ptr, position, inside, V), _numbers(beta_ptr, position, inside, V)
-        before, through, after = _decays_of_states(
-            g_ptr, first_ptr, batch, g, start, position, S, V, C, HAS_FIRST
-        )
         rounded = d_state.to(kind)
         _store(d_state_ptr + place * K * W, of_key, W, column, of_key < K, rounded)
         d_step = after[:, None] * tl.dot(k, rounded, input_precision=PRECISION)
@@ -202,22 +199,17 @@ def gradients_kernel(
 ):  # fmt: skip
     """Store gradients of a chunk and value head; those of q and k, [B, S, V, K], are summed by the launch."""
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    start, place = chunk * C, (batch * V + head) * tl.num_programs(1) + chunk
-    position = start + tl.arange(0, C)
-    inside, at = position < S, (batch * S + position) * V + head
+    place = (batch * V + head) * tl.num_programs(1) + chunk
+    position, inside, at, g, beta, before, through, after = _chunk(
+        g_ptr, beta_ptr, first_ptr, batch, head, chunk, S, V, C, HAS_FIRST
+    )
     d_out_ptr += batch * d_batch + head * d_head
     q_ptr += batch * q_batch + head // (V // H) * q_head
     k_ptr += batch * k_batch + head // (V // H) * k_head
     v_ptr += batch * v_batch + head * v_head
-    g_ptr += batch * S * V + head
     state_ptr += place * K * W
     d_state_ptr += place * K * W
     kind = k_ptr.dtype.element_ty
-    g = _numbers(g_ptr, position, inside, V)
-    beta = _numbers(beta_ptr + batch * S * V + head, position, inside, V)
-    before, through, after = _decays_of_states(
-        g_ptr, first_ptr, batch, g, start, position, S, V, C, HAS_FIRST
-    )
     d_scores, d_rest = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     d_beta = tl.zeros([C], tl.float32)
     for left in range(0, W, BW):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphmoe.ops.fp8 import BLOCK
 from graphmoe.ops.fp8_blocks import reference
-from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, block_of, is_mx, quantise_mx
+from graphmoe.ops.fp8_blocks.reference import block_of, is_mx, mx_like, quantise_mx, squares_like
 
 
 def _kernels(x: Tensor) -> Any:
@@ -62,21 +62,10 @@ def product(
     return _kernels(q_RK).product(q_RK, scale, q_NK, of_w, squares, dtype)
 
 
-def _squares_like(w: Tensor, N: int, K: int) -> tuple[Tensor, Tensor]:
-    blocks = K // BLOCK
-    scale = w.new_empty(N // BLOCK, blocks + -blocks % 4, dtype=torch.float32)
-    return w.new_empty(N, K, dtype=KIND), scale
-
-
-def _mx_like(w: Tensor, *size: int) -> tuple[Tensor, Tensor]:
-    *rows, K = size
-    return w.new_empty(size, dtype=KIND), w.new_empty(*rows, K // MX_BLOCK, dtype=torch.uint8)
-
-
-squares.register_fake(lambda w_NK: _squares_like(w_NK, *w_NK.shape))
-squares_turned.register_fake(lambda w_NK: _squares_like(w_NK, w_NK.shape[1], w_NK.shape[0]))
-mx_rows.register_fake(lambda w_NK: _mx_like(w_NK, *w_NK.shape))
-mx_columns.register_fake(lambda w_NK: _mx_like(w_NK, *w_NK.mT.shape))
+squares.register_fake(lambda w_NK: squares_like(w_NK, *w_NK.shape))
+squares_turned.register_fake(lambda w_NK: squares_like(w_NK, w_NK.shape[1], w_NK.shape[0]))
+mx_rows.register_fake(lambda w_NK: mx_like(w_NK, *w_NK.shape))
+mx_columns.register_fake(lambda w_NK: mx_like(w_NK, *w_NK.mT.shape))
 product.register_fake(
     lambda q_RK, scale, q_NK, of_w, squares, dtype: q_RK.new_empty(len(q_RK), len(q_NK), dtype=dtype)
 )
@@ -87,5 +76,5 @@ def _(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     R, C = q_RC.shape
     padded = R + -R % block_of(scale)
     if is_mx(scale):
-        return _mx_like(q_RC, C, padded)
+        return mx_like(q_RC, C, padded)
     return q_RC.new_empty(C, padded), scale.new_empty(padded // BLOCK, C)

@@ -158,7 +158,7 @@ def turned_kernel(
 
 
 @triton.jit
-def add_product(
+def _add_product(
     total, x, xs, w, ws,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -169,6 +169,32 @@ def add_product(
         return tl.dot(x.reshape(M, C), w.reshape(N, C).T, total)
     else:
         return tl.dot_scaled(x, xs, "e4m3", w, ws, "e4m3", total)
+
+
+@triton.jit
+def add_steps(
+    total, x_from, xs_from, w_from, ws_from, first, last, C, EVEN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return ``total`` + x @ w over [first, last) of C contracted elements; EVEN: BLOCK_C divides the range.
+
+    Operands are pointers to element 0 of the first of M rows of x and N columns of w, and to their scales.
+    """
+    c_range, b_range = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C // BLOCK)
+    x_from, w_from = x_from[:, None] + c_range[None, :], w_from[None, :] + c_range[:, None]
+    xs_from, ws_from = xs_from[:, None] + b_range[None, :], ws_from[:, None] + b_range[None, :]
+    for c in range(first, last, BLOCK_C):
+        b = c // BLOCK
+        if EVEN:
+            x, w = tl.load(x_from + c), tl.load(w_from + c)
+            xs, ws = tl.load(xs_from + b), tl.load(ws_from + b)
+        else:
+            is_c, is_b = c + c_range < C, (b + b_range < C // BLOCK)[None, :]
+            x = tl.load(x_from + c, mask=is_c[None, :], other=0.0)
+            w = tl.load(w_from + c, mask=is_c[:, None], other=0.0)
+            xs, ws = tl.load(xs_from + b, mask=is_b, other=0), tl.load(ws_from + b, mask=is_b, other=0)
+        total = _add_product(total, x, xs, w, ws, M, N, BLOCK_C, BLOCK, UPCAST)
+    return total
 
 
 @triton.jit
@@ -183,24 +209,10 @@ def mx_product_kernel(
     row, column = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     live = row < R
     near, beside = tl.where(live, row, 0).to(tl.int64), tl.where(column < N, column, 0).to(tl.int64)
-    c_range, b_range = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C // BLOCK)
-    x_from, w_from = (
-        x_ptr + near[:, None] * C + c_range[None, :],
-        w_ptr + beside[None, :] * C + c_range[:, None],
-    )
-    xs_from = xs_ptr + near[:, None] * (C // BLOCK) + b_range[None, :]
-    ws_from = ws_ptr + beside[:, None] * (C // BLOCK) + b_range[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for c in range(0, C, BLOCK_C):
-        b = c // BLOCK
-        if EVEN:
-            x, w = tl.load(x_from + c), tl.load(w_from + c)
-            xs, ws = tl.load(xs_from + b), tl.load(ws_from + b)
-        else:
-            is_c, is_b = c + c_range < C, (b + b_range < C // BLOCK)[None, :]
-            x = tl.load(x_from + c, mask=is_c[None, :], other=0.0)
-            w = tl.load(w_from + c, mask=is_c[:, None], other=0.0)
-            xs, ws = tl.load(xs_from + b, mask=is_b, other=0), tl.load(ws_from + b, mask=is_b, other=0)
-        total = add_product(total, x, xs, w, ws, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK, UPCAST)
+    total = add_steps(
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptr + near * C, xs_ptr + near * (C // BLOCK),
+        w_ptr + beside * C, ws_ptr + beside * (C // BLOCK), 0, C, C, EVEN,
+        BLOCK_M, BLOCK_N, BLOCK_C, BLOCK, UPCAST,
+    )  # fmt: skip
     to_ptr = out_ptr + row_tile.to(tl.int64) * BLOCK_M * N
     store(total, live, column_tile * BLOCK_N, to_ptr, N, BLOCK_M, BLOCK_N, SUBTILES)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import BLOCK
-from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, block_of, is_mx
+from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, block_of, is_mx, mx_like, squares_like
 from graphmoe.ops.grouped_mlp.tuning import kind_of
 
 # rows, columns and contracted numbers of a tile of an mxfp8 GEMM, and its threads
@@ -20,13 +20,11 @@ def squares(w_NK: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
 
     w_NK = w_NK.contiguous()
     N, K = w_NK.shape
-    rows, blocks = (K, N // BLOCK) if turned else (N, K // BLOCK)
-    padded = blocks + -blocks % 4
-    q = w_NK.new_empty((K, N) if turned else (N, K), dtype=KIND)
-    scale = w_NK.new_empty(rows // BLOCK, padded, dtype=torch.float32)
-    squares_kernel[(rows // BLOCK, padded)](
-        w_NK, q, scale, N=N, K=K, PADDED=padded, TURNED=turned, BLOCK=BLOCK, num_warps=num_warps(256)
-    )
+    q, scale = squares_like(w_NK, *((K, N) if turned else (N, K)))
+    squares_kernel[tuple(scale.shape)](
+        w_NK, q, scale, N=N, K=K, PADDED=scale.shape[1], TURNED=turned, BLOCK=BLOCK,
+        num_warps=num_warps(256),
+    )  # fmt: skip
     return q, scale
 
 
@@ -35,9 +33,7 @@ def quantise_mx(x: Tensor) -> tuple[Tensor, Tensor]:
 
     x = x.contiguous()
     *rows, C = x.shape
-    R = math.prod(rows)
-    q = x.new_empty(x.shape, dtype=KIND)
-    scale = x.new_empty(*rows, C // MX_BLOCK, dtype=torch.uint8)
+    R, (q, scale) = math.prod(rows), mx_like(x, *x.shape)
     mx_rows_kernel[(-(-R // 8), -(-C // 512))](
         x, q, scale, R, C=C, ROWS=8, COLUMNS=512, BLOCK=MX_BLOCK, num_warps=num_warps(128)
     )
@@ -52,10 +48,10 @@ def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
     (*E, R, C), mx = x_RC.shape, of_x is None or is_mx(of_x)
     block = MX_BLOCK if of_x is None else block_of(of_x)
     padded = R + -R % block
-    q = x_RC.new_empty(*E, C, padded, dtype=KIND)
     if mx:
-        scale = x_RC.new_empty(*E, C, padded // block, dtype=torch.uint8)
+        q, scale = mx_like(x_RC, *E, C, padded)
     else:
+        q = x_RC.new_empty(C, padded, dtype=KIND)
         scale = x_RC.new_empty(padded // block, C, dtype=torch.float32)
     if padded:
         turned_kernel[(-(-padded // 128), -(-C // 64), math.prod(E))](

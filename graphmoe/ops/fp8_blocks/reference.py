@@ -19,6 +19,19 @@ def is_mx(scale: Tensor) -> bool:
     return scale.dtype == torch.uint8
 
 
+def squares_like(w: Tensor, N: int, K: int) -> tuple[Tensor, Tensor]:
+    """Return empty values [N, K] and scales of 128 x 128 blocks, padded to 4 columns."""
+    blocks = K // BLOCK
+    scale = w.new_empty(N // BLOCK, blocks + -blocks % 4, dtype=torch.float32)
+    return w.new_empty(N, K, dtype=KIND), scale
+
+
+def mx_like(w: Tensor, *size: int) -> tuple[Tensor, Tensor]:
+    """Return empty mxfp8 values of this size, and their scales."""
+    *rows, K = size
+    return w.new_empty(size, dtype=KIND), w.new_empty(*rows, K // MX_BLOCK, dtype=torch.uint8)
+
+
 def mx_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return the e8m0 byte of the scale for fp32 ``amax``, at least 2^-127, and the scale's inverse.
 

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from graphmoe.ops.grouped_mlp.rows_kernel import (
     add_bias,
-    add_tile,
     clamped,
     experts_of,
     gradients,
@@ -374,10 +373,8 @@ def weight_grad_kernel(
         else:
             inside = m + tl.arange(0, BLOCK_M) < M
             to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
-            if ADD:
-                add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, (SUBTILES + 1) // 2)
-            else:
-                store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+            PARTS: tl.constexpr = (SUBTILES + 1) // 2 if ADD else SUBTILES
+            store(product, inside, n, to, N, BLOCK_M, BLOCK_N, PARTS, ADD)
 
 
 @triton.jit

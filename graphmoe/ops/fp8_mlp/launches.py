@@ -88,8 +88,8 @@ def _swiglu_grad(
 
 def _wgrad(
     dy: Stored, x: Stored, dh: Stored, a: Stored, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    totals: tuple[Tensor, Tensor], *, add: bool = False, of_more: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
     import triton
 
     from graphmoe.ops.fp8_mlp.kernels import expert_scales_kernel
@@ -108,16 +108,12 @@ def _wgrad(
         "dy": _transposed((dy[0], None), None, None, plan, table),
         "a": _transposed(a, dy[1], scale_2E[1], plan, table),
     }
-    sizes = (dh[0].shape[1], x[0].shape[1]), (dy[0].shape[1], a[0].shape[1])
-    own = E - (len(of_more[0]) if of_more else 0)
-    up, down = totals or [torch.empty(own, *size, dtype=torch.float32, device=device) for size in sizes]
-    results = (up, *of_more[:1]), (down, *of_more[1:])
+    own, results = len(totals[0]), ((totals[0], *of_more[:1]), (totals[1], *of_more[1:]))
     for names, scale_E, (total, *more) in zip((("dh", "x"), ("dy", "a")), scale_2E, results, strict=True):
         left, right = (sides[name] for name in names)
         _weight_grad(left, right, scale_E, tile_E1, total, add=add)
         for each in more:
             _weight_grad(left, right, scale_E[own:], tile_E1[own:], each, behind=True)
-    return up, down
 
 
 def _product(

@@ -10,11 +10,10 @@ BLOCK contracted numbers share a scale. Rows of no expert are neither read nor w
 import triton
 import triton.language as tl
 
-from graphmoe.ops.fp8_blocks.kernels import add_product, load_mx, store_mx, store_turned
+from graphmoe.ops.fp8_blocks.kernels import add_steps, load_mx, store_mx, store_turned
 from graphmoe.ops.fp8_mlp.kernels import live_rows
 from graphmoe.ops.grouped_mlp.rows_kernel import (
     add_bias,
-    add_tile,
     clamped,
     experts_of,
     gradients,
@@ -36,8 +35,7 @@ def rows_kernel(
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     # C is not constexpr: a short loop would be unrolled, into more than registers hold
     num_tiles, blocks = tl.load(table_ptr), C // BLOCK
-    m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
-    b_range = tl.arange(0, BLOCK_C // BLOCK)
+    m_range = tl.arange(0, BLOCK_M)
     for tile in tl.range(tl.program_id(0), num_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
         row_tile, column_tile = in_turns(tile, num_tiles, COLUMN_TILES, GROUP)
         column = column_tile * BLOCK_N
@@ -47,23 +45,13 @@ def rows_kernel(
         near = row + tl.where(live, m_range, 0)
         if GATHER:
             near = tl.load(slot_ptr + near) // K
-        near = near.to(tl.int64)[:, None]
+        near = near.to(tl.int64)
         beside = expert.to(tl.int64) * N + tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
-        x_from, xs_from = x_ptr + near * C + c_range[None, :], xs_ptr + near * blocks + b_range[None, :]
-        w_from = w_ptr + beside[None, :] * C + c_range[:, None]
-        ws_from = ws_ptr + beside[:, None] * blocks + b_range[None, :]
-        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for c in range(0, C, BLOCK_C):
-            b = c // BLOCK
-            if EVEN:
-                x, w = tl.load(x_from + c), tl.load(w_from + c)
-                xs, ws = tl.load(xs_from + b), tl.load(ws_from + b)
-            else:
-                is_c, is_b = c + c_range < C, (b + b_range < blocks)[None, :]
-                x = tl.load(x_from + c, mask=is_c[None, :], other=0.0)
-                w = tl.load(w_from + c, mask=is_c[:, None], other=0.0)
-                xs, ws = tl.load(xs_from + b, mask=is_b, other=0), tl.load(ws_from + b, mask=is_b, other=0)
-            product = add_product(product, x, xs, w, ws, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK, UPCAST)
+        product = add_steps(
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptr + near * C, xs_ptr + near * blocks,
+            w_ptr + beside * C, ws_ptr + beside * blocks, 0, C, C, EVEN,
+            BLOCK_M, BLOCK_N, BLOCK_C, BLOCK, UPCAST,
+        )  # fmt: skip
         store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
 
 
@@ -162,34 +150,23 @@ def weight_grad_kernel(
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    IN_TILE: tl.constexpr = BLOCK_R // BLOCK
     blocks, known = padded // BLOCK, tl.arange(0, BLOCK_E)
     experts = with_rows(ends_ptr + in_front, E, BLOCK_E) if BEHIND else E
     ends = tl.load(ends_ptr + known, known < in_front + E, other=0)
     starts = tl.load(ends_ptr + known - 1, (known < in_front + E) & (known > 0), other=0)
     tiles = (ends - starts + BLOCK_R - 1) // BLOCK_R
-    r_range, b_range = tl.arange(0, BLOCK_R), tl.arange(0, IN_TILE)[None, :]
     for tile in tl.range(tl.program_id(0), experts * TM * TN, tl.num_programs(0)):
         expert, within = tile // (TM * TN), tile % (TM * TN)
         m, n = within % TM * BLOCK_M, within // TM * BLOCK_N
-        first = tl.sum(tl.where(known < in_front + expert, tiles, 0))
-        count = tl.sum(tl.where(known == in_front + expert, tiles, 0))
+        first = tl.sum(tl.where(known < in_front + expert, tiles, 0)) * BLOCK_R
+        last = first + tl.sum(tl.where(known == in_front + expert, tiles, 0)) * BLOCK_R
         m_near = tl.minimum(m + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
         n_near = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-        left_from = left_ptr + m_near[:, None] * padded + r_range[None, :]
-        right_from = right_ptr + n_near[None, :] * padded + r_range[:, None]
-        ls_from, rs_from = (
-            ls_ptr + m_near[:, None] * blocks + b_range,
-            rs_ptr + n_near[:, None] * blocks + b_range,
-        )
-        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for rows in range(first, first + count):
-            left, right = tl.load(left_from + rows * BLOCK_R), tl.load(right_from + rows * BLOCK_R)
-            ls, rs = tl.load(ls_from + rows * IN_TILE), tl.load(rs_from + rows * IN_TILE)
-            product = add_product(product, left, ls, right, rs, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK, UPCAST)
+        product = add_steps(
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), left_ptr + m_near * padded, ls_ptr + m_near * blocks,
+            right_ptr + n_near * padded, rs_ptr + n_near * blocks, first, last, padded, True,
+            BLOCK_M, BLOCK_N, BLOCK_R, BLOCK, UPCAST,
+        )  # fmt: skip
         inside = m + tl.arange(0, BLOCK_M) < M
         to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
-        if ADD:
-            add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
-        else:
-            store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+        store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES, ADD)

@@ -5,12 +5,11 @@ No call waits for the device, and every sum has a fixed order.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import Stored
-from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
+from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, mx_like
 from graphmoe.ops.fp8_mlp.reference import Activation, Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
@@ -32,9 +31,9 @@ def _swiglu(
     x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None, act: Activation
 ) -> tuple[Stored, Stored | None]:
     (R, H), a = h_RH.shape, None
-    h = _empty(x, R, H)
+    h = mx_like(h_RH, R, H)
     if weight_TK is not None:
-        weight_TK, a = weight_TK.contiguous(), _empty(x, R, H // 2)
+        weight_TK, a = weight_TK.contiguous(), mx_like(h_RH, R, H // 2)
     of_tiles = (h_RH, weight_TK, plan.slot_R, plan.ends_E, *h, *(a or (None, None)))
     _by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128, act)
     return h, a
@@ -45,7 +44,7 @@ def _swiglu_grad(
     known_a: Tensor | None, known: Known | None, act: Activation,
 ) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
     R, F = da_RF.shape
-    dh, a = _empty(dy, R, 2 * F), _empty(dy, R, F)
+    dh, a = mx_like(da_RF, R, 2 * F), mx_like(da_RF, R, F)
     partial = weight_TK.new_empty(-(-F // COLUMNS), R)
     of_tiles = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, partial)
     _by_tiles("swiglu_grad_kernel", of_tiles, plan, F, 256, act)
@@ -54,21 +53,17 @@ def _swiglu_grad(
 
 def _wgrad(
     dy: Stored, x: Stored, dh: Stored, a: Stored, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    E, sides = len(plan.ends_E) - (len(of_more[0]) if of_more else 0), ((dh, x), (dy, a))
-    sizes = [(E, left[0].shape[1], right[0].shape[1]) for left, right in sides]
-    up, down = totals or [dh[0].new_empty(size, dtype=torch.float32) for size in sizes]
+    totals: tuple[Tensor, Tensor], *, add: bool = False, of_more: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
     table = row_tiles(plan.ends_E, len(plan.slot_R))(BLOCK_R)
-    results = (up, *of_more[:1]), (down, *of_more[1:])
+    sides, results = ((dh, x), (dy, a)), ((totals[0], *of_more[:1]), (totals[1], *of_more[1:]))
     for pair, (total, *more), of_left in zip(sides, results, (False, True), strict=True):
         left = turned_rows(pair[0], plan, table, gathers=of_left)
         right = turned_rows(pair[1], plan, table, gathers=not of_left)
         _weight_grad(left, right, plan, total, add=add)
         for each in more:
-            _weight_grad(left, right, plan, each, in_front=E)
+            _weight_grad(left, right, plan, each, in_front=len(total))
         del left, right  # frees them before those of the next GEMM
-    return up, down
 
 
 def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stored:
@@ -77,7 +72,7 @@ def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stor
 
     max_tiles, C = len(table) // 2, of[0].shape[1]
     padded = max_tiles * BLOCK_R
-    result = _empty(of, C, padded)
+    result = mx_like(of[0], C, padded)
     if max_tiles:
         turned_kernel[(max_tiles, -(-C // COLUMNS))](
             *of, plan.slot_R, plan.ends_E, table, *result, max_tiles, padded,
@@ -85,10 +80,6 @@ def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stor
             num_warps=num_warps(256),
         )  # fmt: skip
     return result
-
-
-def _empty(like: Stored, rows: int, columns: int) -> Stored:
-    return like[0].new_empty(rows, columns), like[1].new_empty(rows, columns // MX_BLOCK)
 
 
 def _product(

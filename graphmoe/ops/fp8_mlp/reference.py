@@ -49,9 +49,9 @@ class MlpSteps(NamedTuple):
     swiglu: Callable[..., tuple[Stored, Any]]
     # (dy, da_RF, h, weight_TK, plan, known_a, known, act) -> dh, the weighted activation, dweight_TK
     swiglu_grad: Callable[..., tuple[Stored, Stored, Tensor]]
-    # (dy, x, dh, a, plan, totals, add, of_more) -> dw_gate_up and dw_down in fp32, written or added to totals
-    # if given; those of replicas are written to of_more, except for replicas without rows
-    wgrad: Callable[..., tuple[Tensor, Tensor]]
+    # (dy, x, dh, a, plan, totals, add, of_more): dw_gate_up and dw_down are written or added to totals, fp32;
+    # those of replicas are written to of_more, except for replicas without rows
+    wgrad: Callable[..., None]
 
     def forward(
         self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
@@ -164,17 +164,15 @@ def _swiglu_grad(
 
 def _wgrad(
     by: Rounding, dy: Stored, x: Stored, dh: Stored, a: Stored, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    totals: tuple[Tensor, Tensor], *, add: bool = False, of_more: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
     parts, E = [*rows_of_experts(plan)], len(plan.ends_E)
     gradients = by.wgrads(_of_rows(dy, plan), _of_rows(x, plan), dh, a, parts, E)
     for gradient, more in zip(gradients, of_more, strict=False):
         more.copy_(gradient[-len(more) :])
-    if of_more:
-        gradients = gradients[0][: -len(of_more[0])], gradients[1][: -len(of_more[1])]
-    for total, gradient in zip(totals or (), gradients, strict=False):
-        total.copy_(total + gradient if add else gradient)
-    return gradients
+    for total, gradient in zip(totals, gradients, strict=True):
+        own = gradient[: len(total)]
+        total.copy_(total + own if add else own)
 
 
 def _outer(

@@ -21,6 +21,7 @@ from graphmoe.config import packages
 from graphmoe.config.packages import VENDORS, require_package
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError
+from graphmoe.ops import triton_version
 from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, row_of
 from graphmoe.ops.grouped_mlp.reference import KEY
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
@@ -211,17 +212,9 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": triton_version(),
         "source": _source_hash(),
     }
-
-
-def _triton_version() -> str | None:
-    if not packages.is_installed("triton"):
-        return None
-    import triton
-
-    return triton.__version__
 
 
 @functools.cache

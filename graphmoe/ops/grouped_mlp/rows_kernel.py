@@ -210,34 +210,21 @@ def _parts(x, M: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def store(
-    y, live, column, out_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr
-):
-    if SUBTILES == 1:
-        columns = column + tl.arange(0, COLUMNS)
-        mask = live[:, None] & (columns < N)[None, :]
-        offsets = tl.arange(0, M)[:, None] * N + columns[None, :]
-        tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        left, right = halves(y, M, COLUMNS)
-        store(left, live, column, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
-        store(right, live, column + COLUMNS // 2, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
-
-
-@triton.jit
-def add_tile(
-    product, inside, column, to_ptr,
-    N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
+    y, live, column, out_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+    SUBTILES: tl.constexpr, ADD: tl.constexpr = False,
 ):  # fmt: skip
     if SUBTILES == 1:
         columns = column + tl.arange(0, COLUMNS)
-        mask = inside[:, None] & (columns < N)[None, :]
-        places = to_ptr + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :]
-        tl.store(places, tl.load(places, mask, other=0.0) + product, mask)
+        mask = live[:, None] & (columns < N)[None, :]
+        places = out_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
+        if ADD:
+            y += tl.load(places, mask, other=0.0)
+        tl.store(places, y.to(out_ptr.dtype.element_ty), mask)
     else:
-        left, right = halves(product, BLOCK_M, COLUMNS)
+        left, right = halves(y, M, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
-        add_tile(left, inside, column, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
-        add_tile(right, inside, column + HALF, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
+        store(left, live, column, out_ptr, N, M, HALF, SUBTILES // 2, ADD)
+        store(right, live, column + HALF, out_ptr, N, M, HALF, SUBTILES // 2, ADD)
 
 
 @triton.jit

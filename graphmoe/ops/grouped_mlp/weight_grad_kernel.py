@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.ops import num_warps
-from graphmoe.ops.grouped_mlp.rows_kernel import in_turns
+from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, store
 
 # elements that a program stores at once; programs if most experts may have no rows
 INTO_BLOCK, INTO_PROGRAMS = 4096, 1024
@@ -94,8 +94,8 @@ def weight_grad_kernel(
             left, right = left.to(tl.float32), right.to(tl.float32)
         total = tl.dot(left, right, total, input_precision="ieee")
         if row + BLOCK_R >= end:
-            out = out_ptr + expert.to(tl.int64) * (M * N)
-            _store(total, m, n, out, M, N, BLOCK_M, BLOCK_N, SUBTILES, ADD)
+            inside, out = m + tl.arange(0, BLOCK_M) < M, out_ptr + (expert.to(tl.int64) * M + m) * N
+            store(total, inside, n, out, N, BLOCK_M, BLOCK_N, SUBTILES, ADD)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
@@ -134,12 +134,10 @@ def _load_left(
     columns = m + tl.arange(0, BLOCK_M)
     if DESCRIPTOR:  # an expert without rows loads zeros, from beyond the last row
         return source.load([tl.where(row < end, row, 1 << 30), m]).T
-    elif M % BLOCK_M == 0:
-        ptrs = source + rows.to(tl.int64)[None, :] * M + columns[:, None]
-        return tl.load(ptrs, mask=live[None, :], other=0)
     else:
         ptrs = source + rows.to(tl.int64)[None, :] * M + columns[:, None]
-        return tl.load(ptrs, mask=live[None, :] & (columns < M)[:, None], other=0)
+        mask = live[None, :] if M % BLOCK_M == 0 else live[None, :] & (columns < M)[:, None]
+        return tl.load(ptrs, mask=mask, other=0)
 
 
 @triton.jit
@@ -149,30 +147,7 @@ def _load_right(
     columns = n + tl.arange(0, BLOCK_N)
     if DESCRIPTOR:
         return source.load([tl.where(row < end, row, 1 << 30), n])
-    elif N % BLOCK_N == 0:
-        ptrs = source + rows.to(tl.int64)[:, None] * N + columns[None, :]
-        return tl.load(ptrs, mask=live[:, None], other=0)
     else:
         ptrs = source + rows.to(tl.int64)[:, None] * N + columns[None, :]
-        return tl.load(ptrs, mask=live[:, None] & (columns < N)[None, :], other=0)
-
-
-@triton.jit
-def _store(
-    total, m, n, out_ptr,
-    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
-    ADD: tl.constexpr,
-):  # fmt: skip
-    if SUBTILES == 1:
-        rows = m + tl.arange(0, ROWS)
-        columns = n + tl.arange(0, COLUMNS)
-        mask = (rows < M)[:, None] & (columns < N)[None, :]
-        out_ptrs = out_ptr + rows[:, None] * N + columns[None, :]
-        if ADD:
-            total += tl.load(out_ptrs, mask=mask, other=0)
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        half: tl.constexpr = COLUMNS // 2
-        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, half)), (0, 2, 1)))
-        _store(left, m, n, out_ptr, M, N, ROWS, half, SUBTILES // 2, ADD)
-        _store(right, m, n + half, out_ptr, M, N, ROWS, half, SUBTILES // 2, ADD)
+        mask = live[:, None] if N % BLOCK_N == 0 else live[:, None] & (columns < N)[None, :]
+        return tl.load(ptrs, mask=mask, other=0)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.ranges import spelled
@@ -62,115 +62,92 @@ def of_experts(config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]
     return {k: value for k, value in values.items() if value_of(config, k) not in (value, decided.get(k))}
 
 
-class _Unused(NamedTuple):
-    section: str
-    keys: Sequence[str]
-    because: str
+Row = tuple[object, str, str]
+"""Keys as "section.key key key" that have no effect if the first value is true, and the reason."""
 
 
 def without_effect(plan: Plan, num_ranks: int) -> Iterator[str]:
     """Yield a warning for each key that differs from its default but has no effect."""
     # not an error: a sweep may set such a key for some of its jobs
-    for section, keys, because in _unused(plan, num_ranks):
+    for holds, named, because in (*_of_plan(plan, num_ranks), *_of_model(plan.config), *_of_run(plan.config)):
+        section, _, keys = named.partition(".")
         given = getattr(plan.config, section)
         default = type(given)()
-        for key in keys:
+        for key in keys.split() if holds else ():
             if (value := getattr(given, key)) != getattr(default, key):
                 yield f"{section}.{key}={spelled(value)} has no effect {because}"
 
 
-def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
-    config = plan.config
-    if plan.pipeline is None:
-        of_stages = ("schedule", "virtual_stages", "microbatches", "layout", "costs")
-        yield _Unused("pipeline", of_stages, "with parallel.pp=1")
-        yield _Unused("profile", ("pipeline",), "with parallel.pp=1")
-    if not plan.reads_peers:
-        yield _Unused("moe", ("receive_budget",), f"with moe.dispatcher={plan.dispatcher}")
-    if plan.dispatcher != "symm":
-        yield _Unused("moe", ("transport",), f"with moe.dispatcher={plan.dispatcher}")
-    if config.moe.balance is Balance.none:
-        of_auto = "" if plan.fuses_experts else "auto makes no replicas without the pass fuse_experts"
-        why = plan.no_replicas or of_auto or "use moe.balance=replicas"
-        yield _Unused("moe", ("replica_slots", "replica_keep"), f"with moe.balance=none: {why}")
-    elif plan.exact_of:
-        yield _Unused("moe", ("receive_budget",), "with moe.balance=replicas: all that can arrive has room")
-    if config.moe.balance is Balance.replicas and plan.experts_in_fp8:
-        recipe = config.precision.fp8.value
-        yield _Unused(
-            "moe", ("replica_keep",), f"with precision.fp8={recipe}: the backward reads other weight copies"
-        )
-    elif config.moe.balance is Balance.replicas and plan.recomputes_experts:
-        yield _Unused("moe", ("replica_keep",), "if recompute covers moe_experts, which fetches them again")
-    elif config.moe.balance is Balance.replicas and not plan.fuses_experts:
-        yield _Unused("moe", ("replica_keep",), "without the pass fuse_experts: separate steps save them")
-    if config.parallel.dp_shard is not DpShard.zero1:
-        yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")
-    elif num_ranks == 1:
-        yield _Unused("optim", ("bucket_mb",), "with one rank")
-    yield from _of_model(config)
-    yield from _of_run(config)
+def _of_plan(plan: Plan, num_ranks: int) -> Sequence[Row]:
+    config, balance = plan.config, plan.config.moe.balance
+    dispatcher = f"with moe.dispatcher={plan.dispatcher}"
+    of_auto = "" if plan.fuses_experts else "auto makes no replicas without the pass fuse_experts"
+    why = plan.no_replicas or of_auto or "use moe.balance=replicas"
+    fsdp2, one_stage = config.parallel.dp_shard is not DpShard.zero1, plan.pipeline is None
+    not_kept = "" if plan.fuses_experts else "without the pass fuse_experts: separate steps save them"
+    if plan.recomputes_experts:
+        not_kept = "if recompute covers moe_experts, which fetches them again"
+    if plan.experts_in_fp8:
+        not_kept = f"with precision.fp8={config.precision.fp8.value}: the backward reads other weight copies"
+    return (
+        (one_stage, "pipeline.schedule virtual_stages microbatches layout costs", "with parallel.pp=1"),
+        (one_stage, "profile.pipeline", "with parallel.pp=1"),
+        (not plan.reads_peers, "moe.receive_budget", dispatcher),
+        (plan.dispatcher != "symm", "moe.transport", dispatcher),
+        (balance is Balance.none, "moe.replica_slots replica_keep", f"with moe.balance=none: {why}"),
+        (
+            balance is not Balance.none and plan.exact_of,
+            "moe.receive_budget",
+            "with moe.balance=replicas: all that can arrive has room",
+        ),
+        (balance is Balance.replicas and not_kept, "moe.replica_keep", not_kept),
+        (fsdp2, "optim.bucket_mb", "with parallel.dp_shard=fsdp2"),
+        (not fsdp2 and num_ranks == 1, "optim.bucket_mb", "with one rank"),
+    )
 
 
-def _of_model(config: RunConfig) -> Iterator[_Unused]:
-    model = config.model
+def _of_model(config: RunConfig) -> Sequence[Row]:
+    model, delta_net = config.model, " ".join(DELTA_NET_KEYS)
     others = sorted(keys_of_others(model) - {*DELTA_NET_KEYS})
-    yield _Unused("model", others, f"with model.attention={model.attention}")
-    if not is_hybrid(model):
-        yield _Unused("model", DELTA_NET_KEYS, "with model.linear_attention=none")
-    scalings = sorted(keys_of_other_scalings(model))
-    yield _Unused("model", scalings, f"with model.rope_scaling={model.rope_scaling.value}")
-    if not model.num_experts:
-        yield _Unused("model", EXPERT_KEYS, "with model.num_experts=0")
-        return
+    scalings, experts = sorted(keys_of_other_scalings(model)), model.num_experts > 0
     masked = not masks_of_layers(model, seq_len_of(config))[0, 0]
-    if config.data.document_mask or masked or model.attention_sinks:
-        why = "with documents, windows or chunks in every layer, or sinks, which have kernels of their own"
-        yield _Unused("model", ("attention_backend",), why)
-    if not model.selection_bias:
-        yield _Unused("model", ("bias_update_rate",), "with model.selection_bias=false")
+    own = config.data.document_mask or masked or model.attention_sinks
+    why = "with documents, windows or chunks in every layer, or sinks, which have kernels of their own"
     # a Hugging Face folder that turns the loss off has a coefficient too
-    if model.aux_loss is AuxLoss.none and model.aux_loss_coef and not model.hf_family:
-        how = "model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off"
-        yield _Unused("model", ("aux_loss_coef",), f"with model.aux_loss=none; {how}")
-    if not model.mtp_depth:
-        yield _Unused("model", ("mtp_loss_weight",), "with model.mtp_depth=0")
+    off = experts and model.aux_loss is AuxLoss.none and model.aux_loss_coef and not model.hf_family
+    how = "model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off"
+    return (
+        (others, f"model.{' '.join(others)}", f"with model.attention={model.attention}"),
+        (not is_hybrid(model), f"model.{delta_net}", "with model.linear_attention=none"),
+        (scalings, f"model.{' '.join(scalings)}", f"with model.rope_scaling={model.rope_scaling.value}"),
+        (not experts, f"model.{' '.join(EXPERT_KEYS)}", "with model.num_experts=0"),
+        (experts and own, "model.attention_backend", why),
+        (experts and not model.selection_bias, "model.bias_update_rate", "with model.selection_bias=false"),
+        (off, "model.aux_loss_coef", f"with model.aux_loss=none; {how}"),
+        (experts and not model.mtp_depth, "model.mtp_loss_weight", "with model.mtp_depth=0"),
+    )
 
 
-def _of_run(config: RunConfig) -> Iterator[_Unused]:
-    data, schedule = config.data, config.optim.schedule
-    if data.source == "stdlib" and data.tokenizer is None:
-        yield _Unused("data", ("eod_token",), "without data.tokenizer")
-    elif data.source == "stdlib":
-        yield _Unused("data", ("bpe_vocab_size",), "with data.tokenizer")
-    if data.source != "stdlib" and data.val_paths:
-        yield _Unused("data", ("val_fraction",), "with data.val_paths")
-    if data.source == "hf" and data.hf_val_split:
-        yield _Unused("data", ("val_fraction",), "with data.hf_val_split")
-    if config.precision.fp8 is Fp8Recipe.none:
-        yield _Unused(
-            "precision",
-            ("fp8_products", "fp8_wgrad", "fp8_skip_layers", "fp8_measure"),
-            "with precision.fp8=none",
-        )
-    elif set(config.precision.fp8_products) == {"experts"}:
-        yield _Unused("precision", ("fp8_wgrad",), "with precision.fp8_products=[experts]")
-    if schedule in ("cosine", "constant"):
-        yield _Unused("optim", ("wsd_decay_fraction",), f"with optim.schedule={schedule}")
-    if schedule == "constant":
-        yield _Unused("optim", ("min_lr_ratio",), "with optim.schedule=constant")
-    if config.optim.name == "adamw":
-        yield _Unused("optim", ("momentum",), "with optim.name=adamw")
-    if not config.checkpoint.enabled:
-        keys = ("interval", "keep_last", "keep_every", "async_save")
-        yield _Unused("checkpoint", keys, "with checkpoint.enabled=false")
-    if config.graph.scope in ("none", None):
-        yield _Unused("graph", ("warmup_steps",), "with graph.scope=none")
-    if not config.host.manual_gc:
-        yield _Unused("host", ("gc_interval",), "with host.manual_gc=false")
-    if not config.log.wandb:
-        yield _Unused("log", ("wandb_project",), "with log.wandb=false")
-    if not config.log.mlflow:
-        yield _Unused("log", ("mlflow_experiment",), "with log.mlflow=false")
-    if not config.profile.steps:
-        yield _Unused("profile", ("ranks",), "without profile.steps")
+def _of_run(config: RunConfig) -> Sequence[Row]:
+    data, schedule, fp8, log = config.data, config.optim.schedule, config.precision.fp8, config.log
+    stdlib, alone = data.source == "stdlib", {*config.precision.fp8_products} == {"experts"}
+    unscaled = fp8 is Fp8Recipe.none
+    of_fp8 = "precision.fp8_products fp8_wgrad fp8_skip_layers fp8_measure"
+    saves = "checkpoint.interval keep_last keep_every async_save"
+    return (
+        (stdlib and data.tokenizer is None, "data.eod_token", "without data.tokenizer"),
+        (stdlib and data.tokenizer is not None, "data.bpe_vocab_size", "with data.tokenizer"),
+        (not stdlib and data.val_paths, "data.val_fraction", "with data.val_paths"),
+        (data.source == "hf" and data.hf_val_split, "data.val_fraction", "with data.hf_val_split"),
+        (unscaled, of_fp8, "with precision.fp8=none"),
+        (not unscaled and alone, "precision.fp8_wgrad", "with precision.fp8_products=[experts]"),
+        (schedule in ("cosine", "constant"), "optim.wsd_decay_fraction", f"with optim.schedule={schedule}"),
+        (schedule == "constant", "optim.min_lr_ratio", "with optim.schedule=constant"),
+        (config.optim.name == "adamw", "optim.momentum", "with optim.name=adamw"),
+        (not config.checkpoint.enabled, saves, "with checkpoint.enabled=false"),
+        (config.graph.scope in ("none", None), "graph.warmup_steps", "with graph.scope=none"),
+        (not config.host.manual_gc, "host.gc_interval", "with host.manual_gc=false"),
+        (not log.wandb, "log.wandb_project", "with log.wandb=false"),
+        (not log.mlflow, "log.mlflow_experiment", "with log.mlflow=false"),
+        (not config.profile.steps, "profile.ranks", "without profile.steps"),
+    )

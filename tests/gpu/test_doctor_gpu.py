@@ -2,9 +2,9 @@
 
 import torch
 
-from graphmoe import doctor
+from graphmoe.doctor import machine
 
 
 def test_a_gpu_captures_and_replays_a_graph():
-    assert doctor.probe_graphs() == "captured and replayed"
-    assert len(doctor.devices()) == torch.cuda.device_count() > 0
+    assert machine.probe_graphs() == "captured and replayed"
+    assert len(machine.devices()) == torch.cuda.device_count() > 0

@@ -1,1 +1,1 @@
-"""Findings about this machine."""
+"""Facts of this machine, and checks that prove kernels, graphs and exchanges on it."""

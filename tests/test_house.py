@@ -37,6 +37,7 @@ ROOMS = """
     command
     project
     bench
+    doctor
     worker
 """
 """Rooms from left to right. Rooms of one line know nothing of each other."""

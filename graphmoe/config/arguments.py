@@ -48,7 +48,7 @@ COMMANDS = {
     "prepare": "text files to files of tokens",
     "bench": "timings of operations, steps and exchanges on this machine",
     "cache": "list, verify or prune the compiled code that runs share",
-    "doctor": "this machine: versions, devices, and optional packages that are missing",
+    "doctor": "this machine: versions, devices, missing packages; prove=FILE checks kernels and graphs",
     "worker": "one rank of a run, for a torchrun of your own",
 }
 WIDTH, LONG_KEY = 100, 44  # columns of help text; longer keys get their own line

@@ -11,10 +11,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from graphmoe import doctor
 from graphmoe.config.choices import EXPERTS_BACKENDS
 from graphmoe.config.packages import PACKAGES, PLUGINS, Package
 from graphmoe.config.schema import AttentionBackend
+from graphmoe.doctor import machine as doctor
 from graphmoe.plan.experts import FACTS
 from tests.runs import ROOT, command, text_of
 from tests.runtime.host.machine import Machine
@@ -103,7 +103,7 @@ def test_each_library_is_installed_by_a_command_that_can_be_typed():
 
 
 def test_nothing_but_the_document_is_on_stdout(tmp_path):
-    run = command(tmp_path, "format=json", module="graphmoe.doctor")
+    run = command(tmp_path, "format=json", module="graphmoe.doctor.__main__")
     assert run.wait() == 0, run.err.read_text()
     assert torch.__version__.startswith(json.loads(run.out.read_text())["versions"]["torch"])
 

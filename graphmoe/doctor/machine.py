@@ -1,10 +1,4 @@
-"""Facts of this machine: versions, devices and links, capabilities, optional libraries.
-
-python -m graphmoe.doctor
-python -m graphmoe.doctor format=json
-
-Only functions import torch, so that a misspelt key is answered at once.
-"""
+"""Findings of the doctor: versions, devices and links, capabilities, optional libraries."""
 
 import functools
 import importlib
@@ -17,7 +11,6 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 import graphmoe
-from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
+from graphmoe.config.arguments import text_table
 from graphmoe.config.packages import PACKAGES, Package, is_installed, version_of
-from graphmoe.config.schema import DeviceChoice, HostConfig, OutputFormat
+from graphmoe.config.schema import DeviceChoice, HostConfig
 from graphmoe.plan.costs.hardware import peak_tflops
 
 VERSIONED = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "rich")
@@ -42,18 +35,6 @@ SHOWN = re.compile(
     r"(NCCL|RCCL|NVSHMEM|HSA|TORCH_NCCL|TORCH_SYMM_MEM|GLOO)_|"
     r"(GPU_MAX_HW_QUEUES|OMP_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES)$"
 )
-
-
-@dataclass
-class DoctorArgs:
-    format: OutputFormat = OutputFormat.text
-    """Form of the findings on stdout: text, or one JSON document."""
-
-
-def main(argv: list[str]) -> None:
-    args = parse_args(DoctorArgs, argv, prog="graphmoe.doctor")
-    document = examine()
-    emit(document, render(document), args.format)
 
 
 def examine() -> dict[str, Any]:
@@ -251,39 +232,42 @@ def render(document: dict[str, Any]) -> Group:
     facts = {shown[name]: value for name, value in document["host"].items()}
     rows: list[list[Any]] = [[name, version or "missing"] for name, version in document["versions"].items()]
     parts: list[RenderableType] = [
-        _table("Versions and host", ("what", "found"), rows + [[*fact] for fact in facts.items()])
+        table("Versions and host", ("what", "found"), rows + [[*fact] for fact in facts.items()])
     ]
     if document["environment"]:
         rows = [[value or "" for value in row.values()] for row in document["environment"]]
-        parts.append(_table("Environment", ("variable", "set here", "a run on a GPU sets", "by key"), rows))
+        parts.append(table("Environment", ("variable", "set here", "a run on a GPU sets", "by key"), rows))
     if document["devices"]:
-        parts.append(_table("GPUs", DEVICE_COLUMNS, [[*device.values()] for device in document["devices"]]))
+        parts.append(table("GPUs", DEVICE_COLUMNS, [[*device.values()] for device in document["devices"]]))
     else:
         parts.append("[yellow]No usable GPU: runs use the CPU.[/yellow]")
     if peers := document["links"]["peer_access"]:
         rows = [[index, *row] for index, row in enumerate(peers)]
-        parts.append(_table("Peer access", ["from \\ to", *range(len(peers))], rows))
+        parts.append(table("Peer access", ["from \\ to", *range(len(peers))], rows))
     if document["links"]["topology"]:
         parts.append(Text(document["links"]["topology"], overflow="fold"))
     rows = [[each["name"], each["ok"], each["detail"]] for each in document["capabilities"]]
-    parts.append(_table("Capabilities", ("capability", "", "detail"), rows))
+    parts.append(table("Capabilities", ("capability", "", "detail"), rows))
     libraries = document["libraries"]
     found = {a["name"]: ", ".join(filter(None, (a["version"], a["plugin"]))) for a in libraries}
     rows = [[a["name"], a["state"] == "installed", found[a["name"]], a["enables"]] for a in libraries]
-    parts.append(_table("Optional libraries", ("library", "", "version", "enables"), rows))
+    parts.append(table("Optional libraries", ("library", "", "version", "enables"), rows))
     if unusable := [found for found in libraries if found["state"] != "installed"]:
         lines = [f"  {found['name']} ({found['state']}): {found['install']}" for found in unusable]
         parts.append(Text("\n".join(["To install:", *lines])))
     return Group(*parts)
 
 
-def _table(title: str, columns: Sequence[object], rows: Iterable[Iterable[object]]) -> Table:
+def table(title: str, columns: Sequence[object], rows: Iterable[Iterable[object]]) -> Table:
+    """Return a terminal table; a bool is a coloured yes or no, None is unknown."""
     cells = [[*map(_cell, row)] for row in rows]
     style: dict[str, Any] = {"title": title, "title_justify": "left", "box": HEAVY_HEAD, "pad_edge": True}
     return text_table([*map(str, columns)], cells, names=range(len(columns)), **style)
 
 
 def _cell(value: object) -> Text:
+    if isinstance(value, Text):
+        return value
     if isinstance(value, bool):
         return Text("yes", "green") if value else Text("no", "red")
     return Text("unknown" if value is None else str(value))
@@ -330,7 +314,3 @@ def _first_line(text: object) -> str:
         return f"no answer in {text.timeout} s"
     lines = str(text).strip().splitlines()
     return lines[0][:200] if lines else type(text).__name__
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -1,0 +1,1 @@
+"""Facts of this machine, and checks that prove kernels, graphs and exchanges on it."""

@@ -30,15 +30,15 @@ class Tile(NamedTuple):
 
 def forward_tile(bytes_of_row: int) -> Tile:
     """``bytes_of_row``: of a key and a value. Measured on an H200 at 64/64, 128/128 and 192/128 in bf16."""
-    if IS_ROCM or bytes_of_row > 640:
-        return Tile(64, 32, 256 if IS_ROCM else 128, 1 if IS_ROCM or bytes_of_row > 1024 else 2)
-    return Tile(64, 64, 128, 3) if bytes_of_row <= 512 else Tile(128, 64, 256, 3)
+    if IS_ROCM:  # larger tiles of fp32 need 64 KiB of LDS, and spill in the backward
+        return Tile(32 if bytes_of_row > 1024 else 64, 32, 256, 1)
+    small = Tile(64, 64, 128, 3) if bytes_of_row <= 512 else Tile(128, 64, 256, 3)
+    return small if bytes_of_row <= 640 else Tile(64, 32, 128, 1 if bytes_of_row > 1024 else 2)
 
 
 def backward_tile(bytes_of_row: int) -> Tile:
-    if bytes_of_row > 1024:
-        return Tile(32, 32, 128, 1)
-    return Tile(64, 32, 256 if IS_ROCM else 128, 1 if IS_ROCM else 3)
+    large, small = ((32, 16, 256, 1), (64, 32, 256, 1)) if IS_ROCM else ((32, 32, 128, 1), (64, 32, 128, 3))
+    return Tile(*(large if bytes_of_row > 1024 else small))
 
 
 @triton.jit

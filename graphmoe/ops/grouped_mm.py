@@ -20,7 +20,10 @@ def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ATen has a grouped kernel; else ATen reads the ends on the host (GroupedBlas.cpp)."""
+    """Return whether ATen has a kernel that reads the ends on the device (GroupedBlas.cpp)."""
+    # On ROCm none does (torch 2.11 to 2.13): ATen loops over hipBLASLt's GEMMs, or with
+    # ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950 synchronizes the stream and reads the ends for a
+    # kernel of CK (ck_group_gemm.hip). Capabilities (9, 4) and (9, 5) are gfx942 and gfx950, not Hopper.
     if dtype != torch.bfloat16 or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)

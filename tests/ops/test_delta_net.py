@@ -177,9 +177,9 @@ def test_operation_is_registered_as_torch_asks(lengths):
 def ahead_of_time_cases():
     from graphmoe.ops.delta_net import launches
 
-    def call(H, V, size):
+    def call(H, V, size, dtype=torch.bfloat16):
         heads = (H, size), (H, size), (V, size), (V, size)
-        q, k, v, grad = (torch.empty(2, 4096, *each, dtype=torch.bfloat16, device="meta") for each in heads)
+        q, k, v, grad = (torch.empty(2, 4096, *each, dtype=dtype, device="meta") for each in heads)
         g, beta = (torch.empty(2, 4096, V, device="meta") for _ in range(2))
         first = torch.empty(2, 4096, dtype=torch.int32, device="meta")
         launches.forward(q, k, v, g, beta, first)
@@ -188,9 +188,10 @@ def ahead_of_time_cases():
     cases = []
     for is_rocm, targets in ((False, ("sm_90", "sm_100")), (True, ("gfx942", "gfx950"))):
         with mock.patch.object(launches, "IS_ROCM", is_rocm):
-            for sizes in ((16, 32, 128), (8, 8, 64)):
+            wide = [(16, 32, 128, torch.float32)] * is_rocm
+            for sizes in ((16, 32, 128), (8, 8, 64), *wide):
                 found = launches_of("", functools.partial(call, *sizes))
                 for number, case in enumerate(found):
-                    name = f"{case['name']} {number} {sizes[2]} {targets[0]}"
+                    name = f"{case['name']} {number} {sizes[2:]} {targets[0]}"
                     cases.append(case | {"name": name, "only": targets})
     return cases

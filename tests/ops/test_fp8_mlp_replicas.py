@@ -30,7 +30,7 @@ ops = torch.ops.graphmoe
 def test_two_lists_give_the_bits_of_one(monkeypatch, backend, recipe, own):
     own = OWN[own]
     # The number of a rank's own experts sets the tiles; here all lists have the same.
-    monkeypatch.setattr(launches, "_with_height", lambda tile, rows_per_expert: tile)
+    monkeypatch.setattr(launches, "_with_height", lambda tile, kind, rows_per_expert: tile)
     case, steps = case_of(recipe, backend), formats.KERNELS[recipe].experts(backend != "plain")
     ends_E = case.plan.ends_E
     one, two = (every(steps, case, number) for number in (len(ends_E), own))

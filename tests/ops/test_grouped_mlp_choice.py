@@ -76,7 +76,7 @@ def measured(**rest):
     return choose(measure=clock, **rest), clock.asked
 
 
-def test_auto_takes_the_fastest_of_each_direction(gpu):
+def test_auto_takes_the_fastest_of_each_direction(gpu, monkeypatch):
     assert measured()[0] == FASTEST
     assert measured(device=CPU) == ("torch,torch,torch", [])
     gpu(installed=ALL[:1])
@@ -84,15 +84,21 @@ def test_auto_takes_the_fastest_of_each_direction(gpu):
     gpu(is_rocm=True)  # torch waits for the host there, and Transformer Engine needs CUDA
     assert measured()[0] == "triton,triton,triton"
     assert measured(sync_free=False)[0] == "triton,triton,torch"
+    monkeypatch.setattr(packages, "amd_gpus", lambda: {"gfx950"})
+    for version, times in (("0.7.0", True), ("0.6.1", False)):
+        monkeypatch.setattr(packages, "version_of", lambda name, version=version: version)
+        assert (("turbo", "forward") in measured()[1]) is times
 
 
 @pytest.mark.parametrize(
-    ("capability", "waits"),
-    [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 3), False), ((12, 0), True)],
+    ("capability", "waits", "is_rocm"),
+    [((8, 0), True, False), ((8, 9), True, False), ((9, 0), False, False), ((10, 3), False, False)]
+    + [((12, 0), True, False), ((9, 4), True, True), ((9, 5), True, True)],  # on ROCm gfx942 and gfx950
 )
-def test_torch_waits_for_the_host_where_aten_has_no_grouped_kernel(capability, waits, gpu):
-    gpu(capability=capability)
-    assert measured()[0] == ("triton,te,triton" if waits else FASTEST)
+def test_torch_waits_for_the_host_where_aten_has_no_grouped_kernel(capability, waits, is_rocm, gpu):
+    gpu(is_rocm, capability)
+    expected = "triton,triton,triton" if is_rocm else "triton,te,triton"
+    assert measured()[0] == (expected if waits else FASTEST)
     assert choose("torch", sync_free=False) == "torch,torch,torch"
     if waits:
         with pytest.raises(ConfigError, match="torch waits for the host in torch.bfloat16 on this device"):

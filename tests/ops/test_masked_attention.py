@@ -231,9 +231,9 @@ def test_compiled_matches_eager_bitwise():
 def ahead_of_time_cases():
     from graphmoe.ops import attention_kernels as kernels
 
-    def call(H, G, E, V):
+    def call(H, G, E, V, dtype=torch.bfloat16):
         sizes = ((H, E), (G, E), (G, V), (H, V))
-        q, k, v, grad = (torch.empty(2, 4096, *size, dtype=torch.bfloat16, device="meta") for size in sizes)
+        q, k, v, grad = (torch.empty(2, 4096, *size, dtype=dtype, device="meta") for size in sizes)
         first = torch.empty(2, 4096, dtype=torch.int32, device="meta")
         out, lse = kernels.forward(q, k, v, first, torch.empty(H, device="meta"), SCALE, 0)
         kernels.backward(grad, q, k, v, first, lse, kernels.deltas(grad, out), SCALE, 0)
@@ -241,7 +241,8 @@ def ahead_of_time_cases():
     cases = []
     for is_rocm, targets in ((False, ("sm_90", "sm_100")), (True, ("gfx942", "gfx950"))):
         with mock.patch.object(kernels, "IS_ROCM", is_rocm):
-            for sizes in ((16, 16, 192, 128), (64, 8, 64, 64)):
+            wide = [(16, 2, 256, 256, torch.float32)] * is_rocm
+            for sizes in ((16, 16, 192, 128), (64, 8, 64, 64), *wide):
                 found = launches_of(f"{sizes[2]} {targets[0]}", functools.partial(call, *sizes))
                 cases += [case | {"only": targets} for case in found]
     return cases

@@ -41,7 +41,8 @@ def backward(
     )  # fmt: skip
     dq, dk = (q.new_empty(B, S, V, K) for _ in range(2))
     dv, dg, d_beta = v.new_empty(v.shape), g.new_empty(g.shape), beta.new_empty(beta.shape)
-    block = 128 // q.element_size()  # of columns; fp32 ones of 64 exceed the tensor memory of sm_100
+    # of columns; fp32 ones of 64 exceed the tensor memory of sm_100, and of 32 the registers of gfx942
+    block = (64 if IS_ROCM and q.dtype == torch.float32 else 128) // q.element_size()
     kernels.gradients_kernel[(V, chunks, B)](
         d_out, q, k, v, g, beta, first, scores, state, step, d_state, d_error, dq, dk, dv, dg, d_beta,
         *_strides(d_out, q, k, v), S, scale, W=W, BK=min(K, block), BW=min(W, block), **constants,

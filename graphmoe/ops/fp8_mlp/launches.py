@@ -123,7 +123,8 @@ def _product(
     from graphmoe.ops.fp8_mlp.kernels import rows_kernel
 
     (q, scale), E = x, len(weights[0][0])
-    tile = _with_height(fp8_config(ROWS, kind_of(q.device)), len(plan.slot_R) // E)
+    kind = kind_of(q.device)
+    tile = _with_height(fp8_config(ROWS, kind), kind, len(plan.slot_R) // E)
     for programs, ends_E, table, max_tiles, (w_q, w_s) in grids(parts, weights, tile):
         _, N, C = w_q.shape
         rows_kernel[(programs,)](
@@ -211,11 +212,12 @@ def _weight_grad(
     )  # fmt: skip
 
 
-def _with_height(tile: Config, rows_per_expert: int) -> Config:
+def _with_height(tile: Config, kind: str, rows_per_expert: int) -> Config:
     height = height_of(tile, rows_per_expert)
     if height == tile.block_m:
         return tile
-    return replace(tile, block_m=height, threads=tile.threads // 2, flatten=False)
+    threads = tile.threads if kind == "instinct" else tile.threads // 2  # with half, gfx950 spills registers
+    return replace(tile, block_m=height, threads=threads, flatten=False)
 
 
 STEPS = MlpSteps(parts_of, _product, _swiglu, _swiglu_grad, _wgrad)

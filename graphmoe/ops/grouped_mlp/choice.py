@@ -67,7 +67,7 @@ def choose_backends(
     if requested != "auto":
         return _checked(requested, reasons)
     able = [name for name, reason in reasons.items() if reason is None]
-    names = [n for n in able if n not in VENDORS or packages.is_installed(VENDORS[n].module)]
+    names = [n for n in able if n not in VENDORS or not packages.reason_against(VENDORS[n], KEY)]
     if not names:
         raise ConfigError(
             f"{KEY}=auto finds no backend: "

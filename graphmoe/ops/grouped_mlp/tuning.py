@@ -38,18 +38,19 @@ _HOPPER = {  # measured on an H200; 227 KiB of shared memory; wgmma wants 128 ro
     "up_wgrad_into": Config(128, 128, 64, 128, 3, subtiles=8, per_unit=2),
     "down_wgrad_into": Config(128, 128, 64, 128, 3, subtiles=8, per_unit=2),
 }
-_INSTINCT = {  # 64 KiB of LDS on gfx942; a stage more than two would not fit
+_INSTINCT = {  # at most 60 of the 64 KiB of LDS on gfx942; a stage more than two would not fit
     "up": Config(128, 256, 64, 512, 2),
     "down": Config(128, 256, 64, 512, 2),
     "down_dgrad": Config(128, 128, 64, 512, 2, subtiles=2),
     "up_dgrad": Config(128, 256, 64, 512, 2),
     "up_wgrad": Config(128, 256, 64, 512, 2),
     "down_wgrad": Config(256, 128, 64, 512, 2),
-    "up_wgrad_into": Config(128, 128, 64, 512, 2, subtiles=4),
-    "down_wgrad_into": Config(256, 128, 64, 512, 2, subtiles=8),
+    # larger tiles, and 512 threads, need 64 KiB or more to store fp32
+    "up_wgrad_into": Config(128, 128, 64, 256, 2, subtiles=4),
+    "down_wgrad_into": Config(128, 128, 64, 256, 2, subtiles=4),
 }
 _SMALL = Config(128, 128, 32, 256, 3, subtiles=2)  # 99 KiB of shared memory are enough
-_FP32 = Config(64, 64, 32, 256, 2)  # no matrix instruction computes in full fp32
+_FP32 = Config(64, 64, 32, 256, 2)  # no matrix instruction of NVIDIA computes in full fp32
 _INTERPRETER = Config(16, 32, 16, 128, 1, group=2, per_unit=3)
 _SMALL_FP8 = Config(128, 256, 64, 256, 2, subtiles=2)
 _INTERPRETER_FP8 = Config(16, 256, 32, 128, 1, per_unit=3)

@@ -10,6 +10,11 @@ a record of 1 + 2 K int32: token, weights, local experts at the receiver; LANES 
 import triton
 import triton.language as tl
 
+# AMD: plain loads see what peers wrote, as a barrier's kernel runs in between. HIP starts and ends kernels
+# with fences of device scope, which invalidate and write back every L2 of a device that has several. With one
+# (CPX), acquire and release of system scope in the barrier do so (LLVM, AMDGPUUsage, "Memory Model GFX942";
+# torch, CUDASymmetricMemory-inl.cuh). A kernel that waited for peers itself would have to load their memory
+# with cache_modifier=".cv" (sc0 sc1), as its fence reaches the L2 of its own die only.
 NO_END = tl.constexpr(2147483647)
 
 

@@ -1,4 +1,4 @@
-"""Timing of alternatives in turns, with cold caches, by device events."""
+"""Moments on a device or the host, and timing of alternatives in turns, with cold caches."""
 
 import math
 import time
@@ -13,6 +13,21 @@ MIN_ROUNDS = 3
 MAX_FLUSHES = 32  # per call; if the host queues longer, the device waits
 
 Call = Callable[[], object]
+Moment = torch.cuda.Event | float
+"""An event of the device's current stream, or the host's clock in seconds."""
+
+
+def moment(device: torch.device) -> Moment:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Return the seconds between two moments of one clock; events must be complete."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3  # type: ignore
 
 
 def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:

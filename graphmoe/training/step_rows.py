@@ -1,7 +1,6 @@
 """Metrics of steps, copied from the device to the host."""
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.model.moe_segments import ROUTER_STATS
+from graphmoe.ops.timing import Moment, moment, seconds_between
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.launch.stamps import wait_for
 
@@ -25,8 +25,7 @@ REPLICATED = ("planned_rank_load", "replicas", "replica_gb")
 MASKED = ("attended_keys",)
 # scalars with ``optim.qk_clip``: the bound of all attention logits
 CLIPPED = ("max_logit",)
-Mark = torch.cuda.Event | float  # device event, or host clock in seconds
-Interval = tuple[tuple[Mark, Mark], ...]  # start and end of each part between pauses
+Interval = tuple[tuple[Moment, Moment], ...]  # start and end of each part between pauses
 
 
 class StepRow(NamedTuple):
@@ -144,29 +143,29 @@ class StepClock:
     """Times steps: intervals between calls of ``mark``, by device events on a GPU, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self.restart()
 
     def restart(self) -> None:
         """Start the next interval here."""
         self._ended: list[Interval] = []
         self._parts: Interval = ()  # parts of the current interval before its last pause
-        self._since = self._now()
+        self._since = moment(self._device)
 
     def mark(self) -> None:
         """End an interval and start the next. No device sync."""
-        now = self._now()
+        now = moment(self._device)
         self._ended.append((*self._parts, (self._since, now)))
         self._parts, self._since = (), now
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context whose time, on a GPU that of the work queued in it, counts in no step. No device sync."""
-        self._parts = (*self._parts, (self._since, self._now()))
+        self._parts = (*self._parts, (self._since, moment(self._device)))
         try:
             yield
         finally:
-            self._since = self._now()
+            self._since = moment(self._device)
 
     def drop(self, count: int) -> None:
         """Merge the last ``count`` intervals into the next one."""
@@ -179,16 +178,6 @@ class StepClock:
         given, self._ended = self._ended[:count], self._ended[count:]
         return given
 
-    def _now(self) -> Mark:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
 
 def seconds(interval: Interval) -> float:
-    return sum(
-        end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3  # type: ignore
-        for start, end in interval
-    )
+    return sum(seconds_between(start, end) for start, end in interval)

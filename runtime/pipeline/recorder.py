@@ -23,6 +23,7 @@ import torch
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import read_json
+from graphmoe.ops.timing import Moment, moment, seconds_between
 from graphmoe.plan.pipeline import Action, Placement, Step, Table, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline, Track, timeline_of
 from graphmoe.runtime.host.files import replace_text
@@ -45,48 +46,34 @@ class Recorder:
 
     def __init__(self, device: torch.device, barrier: Callable[[], object]) -> None:
         """``barrier`` over all ranks aligns their zero times."""
-        self._on_gpu = device.type == "cuda"
         self._device, self._barrier = device, barrier
-        self._origin: torch.cuda.Event | int = 0
-        self._marks: list[tuple[Track, Step, torch.cuda.Event | int, torch.cuda.Event | int]] = []
+        self._origin: Moment = 0.0
+        self._marks: list[tuple[Track, Step, Moment, Moment]] = []
         self.began_ns = 0  # time.time_ns() at zero of the spans
 
     def start(self) -> None:
         """Set the zero of time to now. Syncs with the device and the other ranks."""
         self._marks.clear()
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize()
         self._barrier()
         # Zeros of ranks differ by the exit from the barrier (0.1 ms with gloo), began_ns by the launch of an
         # event (0.01 ms). On one host began_ns is the better common clock.
         self.began_ns = time.time_ns()
-        self._origin = self._now()
+        self._origin = moment(self._device)
 
     @contextmanager
     def span(self, track: Track, step: Step) -> Iterator[None]:
-        begin = self._now()
+        begin = moment(self._device)
         yield
-        self._marks.append((track, step, begin, self._now()))
+        self._marks.append((track, step, begin, moment(self._device)))
 
     def spans(self, rank: int) -> list[Span]:
         """Return spans in microseconds from `start`. Syncs with the device."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize()
         return [Span(rank, track, step, self._us(a), self._us(b)) for track, step, a, b in self._marks]
 
-    def _now(self) -> torch.cuda.Event | int:
-        if not self._on_gpu:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _us(self, mark: torch.cuda.Event | int) -> float:
-        origin = self._origin
-        if isinstance(mark, int) or isinstance(origin, int):
-            assert isinstance(mark, int) and isinstance(origin, int)
-            return (mark - origin) / 1e3
-        return origin.elapsed_time(mark) * 1e3
+    def _us(self, mark: Moment) -> float:
+        return seconds_between(self._origin, mark) * 1e6
 
 
 class _Step(msgspec.Struct):

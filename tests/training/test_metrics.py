@@ -265,7 +265,7 @@ class Time:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         clock = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr("graphmoe.training.step_rows.time", clock)
+        monkeypatch.setattr("graphmoe.ops.timing.time", clock)
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         self._monkeypatch = monkeypatch
 

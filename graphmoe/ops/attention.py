@@ -37,7 +37,7 @@ def causal_attention(
     assert q_BSHE.dtype == k_BSGE.dtype == v_BSGV.dtype, (q_BSHE.dtype, k_BSGE.dtype, v_BSGV.dtype)
     assert q_BSHE.shape[:2] == k_BSGE.shape[:2] and q_BSHE.shape[3] == k_BSGE.shape[3]
     assert k_BSGE.shape[:3] == v_BSGV.shape[:3] and q_BSHE.shape[2] % k_BSGE.shape[2] == 0
-    run = _sdpa if backend is AttentionBackend.sdpa else _padded_flash
+    run = {AttentionBackend.sdpa: _sdpa, AttentionBackend.padded_flash: _padded_flash}[backend]
     return run(q_BSHE, k_BSGE, v_BSGV, scale)
 
 

@@ -90,6 +90,8 @@ def import_code(path: str, key: str, attribute: str = "", choices: Iterable[str]
 
 
 AttentionBackend = enum.StrEnum("AttentionBackend", ("auto", "sdpa", "padded_flash", "flash4", "turbo", "te"))
+RUN_SINKS = frozenset({AttentionBackend.flash4, AttentionBackend.te, AttentionBackend.turbo})
+RUN_WINDOWS = frozenset({AttentionBackend.te, AttentionBackend.turbo})  # those of flash4 were not tested
 AttentionBias = enum.StrEnum("AttentionBias", ("none", "qkv", "qkvo"))
 DeltaNetBackend = enum.StrEnum("DeltaNetBackend", ("auto", "triton", "fla"))
 LinearAttention = enum.StrEnum("LinearAttention", ("none", "delta_net"))

@@ -70,9 +70,9 @@ def grouped_mlp(device: torch.device, backend: str, dtypes: Sequence[torch.dtype
     """Compare a backend of the grouped MLP, all three directions."""
     numbers: Numbers = {}
     for dtype in dtypes:
-        shape = replace(EXPERTS, dtype=dtype)
+        shape, label = replace(EXPERTS, dtype=dtype), str(dtype).removeprefix("torch.")
         unless_refused(functools.partial(choose_backends, backend, shape, device, None))
-        numbers |= _mlp(device, dtype, _word(dtype), lambda *given: ops.grouped_mlp(*given, backend)[0])
+        numbers |= _mlp(device, dtype, label, lambda *given: ops.grouped_mlp(*given, backend)[0])
     return numbers
 
 
@@ -248,7 +248,3 @@ def symmetric_products(device: torch.device) -> Numbers:
         label = "columns" if of_columns else "rows"
         numbers[label] = Error(relative_error(found, exact), LIMITS[x_NRC.dtype][0])
     return numbers
-
-
-def _word(dtype: torch.dtype) -> str:
-    return {BF16: "bf16", FP32: "fp32"}[dtype]

@@ -87,7 +87,7 @@ def resume(device: torch.device) -> Numbers:
 
 
 def compiled_step(device: torch.device) -> Numbers:
-    """Compare compiled steps, of which the last are replayed as one graph, with eager steps."""
+    """Compare eager steps with compiled ones, the last of which replay one graph."""
     captured = train(device, "compiled", "graph.scope=full_iteration")
     eager = train(device, "eager", EAGER, NO_GRAPHS)
     if not captured.report["graphs"]:

@@ -34,7 +34,6 @@ class Library(NamedTuple):
     backward: Callable[[Saved, float, int, bool], Sequence[Tensor]]
     """(saved, scale, window, deterministic) -> dq, dk, dv."""
     num_seeds: int = 0
-    has_windows: bool = True
 
 
 @functools.cache
@@ -132,8 +131,7 @@ def _bshd(x: Tensor) -> Tensor:
 
 
 LIBRARIES = {
-    # windows of FlashAttention-4 were not tried
-    AttentionBackend.flash4: Library(_flash4_forward, _flash4_backward, has_windows=False),
+    AttentionBackend.flash4: Library(_flash4_forward, _flash4_backward),
     AttentionBackend.te: Library(_te_forward, _te_backward, num_seeds=2),
     AttentionBackend.turbo: Library(_turbo_forward, _turbo_backward, num_seeds=2),
 }

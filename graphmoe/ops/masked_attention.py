@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.choices import RUN_WINDOWS
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops import accumulator, has_kernel, register_gradient, require_half, row_major
 from graphmoe.ops.attention import causal_attention, pad_heads
@@ -50,7 +51,7 @@ def attention_with_lse(
     """
     window, library = window if window < q_BSHE.shape[1] else 0, ""
     size, deterministic = v_BSGV.shape[-1], torch.are_deterministic_algorithms_enabled()
-    if backend in LIBRARIES and first_BS is None and (LIBRARIES[backend].has_windows or not window):
+    if backend in LIBRARIES and first_BS is None and (backend in RUN_WINDOWS or not window):
         library = backend.value
         require_half("model.attention_backend", library, q_BSHE.dtype)
         # their kernels need heads of multiples of 8

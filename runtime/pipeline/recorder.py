@@ -54,7 +54,7 @@ class Recorder:
     def start(self) -> None:
         """Set the zero of time to now. Syncs with the device and the other ranks."""
         self._marks.clear()
-        torch.get_device_module(self._device).synchronize()
+        torch.get_device_module(self._device).synchronize(self._device)
         self._barrier()
         # Zeros of ranks differ by the exit from the barrier (0.1 ms with gloo), began_ns by the launch of an
         # event (0.01 ms). On one host began_ns is the better common clock.
@@ -69,7 +69,7 @@ class Recorder:
 
     def spans(self, rank: int) -> list[Span]:
         """Return spans in microseconds from `start`. Syncs with the device."""
-        torch.get_device_module(self._device).synchronize()
+        torch.get_device_module(self._device).synchronize(self._device)
         return [Span(rank, track, step, self._us(a), self._us(b)) for track, step, a, b in self._marks]
 
     def _us(self, mark: Moment) -> float:

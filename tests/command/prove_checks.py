@@ -25,7 +25,7 @@ def raises(device: torch.device) -> Numbers:
 
 
 def is_skipped(device: torch.device) -> Numbers:
-    raise Skipped("needs a card that nobody has")
+    raise Skipped("needs another GPU")
 
 
 def dies(device: torch.device) -> Numbers:

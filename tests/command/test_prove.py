@@ -67,7 +67,7 @@ def test_what_fails_dies_or_hangs_is_reported_and_the_rest_runs(tmp_path, capsys
     assert "Memory access fault by GPU node-1" in found["dies"]["reason"]
     assert found["hangs"]["reason"].startswith("no result in 2 s") and "in hangs" in found["hangs"]["reason"]
     assert not is_alive(int((tmp_path / "pid").read_text())), "a rank outlives its check"
-    assert found["is skipped"]["reason"] == "needs a card that nobody has"
+    assert found["is skipped"]["reason"] == "needs another GPU"
     assert found["needs more"]["reason"].startswith("needs 99 GPUs")
     assert json.loads((tmp_path / "cpu.json").read_text()) == document
     shown = text_of(prove.render(document))

@@ -17,15 +17,10 @@ def reference_attention(
 ) -> torch.Tensor:
     """Return attention [B, S, H, V] in fp64, with the softmax written out."""
     q, k, v = (x.double() for x in (q_BSHE, k_BSGE, v_BSGV))
-    group_of_head = torch.arange(q.shape[2], device=q.device) // (q.shape[2] // k.shape[2])
-    k, v = k[:, :, group_of_head], v[:, :, group_of_head]
-    logits_BHST = scale * torch.einsum("bshe,bthe->bhst", q, k)
-    if causal:
-        future_ST = torch.ones(logits_BHST.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        logits_BHST = logits_BHST.masked_fill(future_ST, float("-inf"))
-    weights_BHST = (logits_BHST - logits_BHST.amax(-1, keepdim=True)).exp()
+    weights_BHST = _scores(q, k, scale, 0, causal=causal)
+    weights_BHST = (weights_BHST - weights_BHST.amax(-1, keepdim=True)).exp()
     weights_BHST = weights_BHST / weights_BHST.sum(-1, keepdim=True)
-    return torch.einsum("bhst,bthv->bshv", weights_BHST, v)
+    return torch.einsum("bhst,bthv->bshv", weights_BHST, _of_heads(v, q))
 
 
 def forward(call: dict[str, Any], scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
@@ -55,8 +50,10 @@ def backward(
     return [x.to(call["q"].dtype) for x in (dq, dk, dv)]
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, window: int, *, causal: bool = True) -> Tensor:
     by_head = torch.einsum("bshe,bthe->bhst", q, _of_heads(k, q)) * scale
+    if not causal:
+        return by_head
     every = torch.ones_like(by_head, dtype=torch.bool)
     unseen = every.triu(1) | every.tril(-window) if window else every.triu(1)
     return by_head.masked_fill(unseen, -torch.inf)

@@ -223,10 +223,13 @@ def test_a_vendor_may_run_one_direction_alone_and_is_named_where_it_is_missing(v
     assert_directions_match(run, p)
 
 
-def test_te_without_the_product_that_takes_device_counts_takes_those_of_the_host(monkeypatch):
+def test_te_without_the_product_that_takes_device_counts_takes_those_of_the_host(monkeypatch, caplog):
+    vendor._warn_of_waiting.cache_clear()
     grouped_mlp_fakes.install_te(monkeypatch, supported=False)
     assert_directions_match(ops_of("te"), make_problem("empty experts", torch.bfloat16))
     assert not grouped_mlp_fakes.FakeGroupedLinear.built
+    (warning,) = caplog.messages
+    assert warning.startswith("moe.experts=te: each GEMM waits for the host")
     given = torch.bfloat16, torch.device("cuda")
     assert vendor.TE.reason_against(*given, False) is None
     assert "waits for the host" in vendor.TE.reason_against(*given, True)

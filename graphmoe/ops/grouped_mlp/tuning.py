@@ -43,7 +43,7 @@ _INSTINCT = {  # at most 60 of the 64 KiB of LDS on gfx942; a stage more than tw
     "down": Config(128, 256, 64, 512, 2),
     "down_dgrad": Config(128, 128, 64, 512, 2, subtiles=2),
     "up_dgrad": Config(128, 256, 64, 512, 2),
-    "up_wgrad": Config(128, 128, 64, 512, 2),
+    "up_wgrad": Config(128, 128, 64, 512, 2),  # 128 x 256 and 256 x 128 spill registers on gfx942
     "down_wgrad": Config(256, 128, 64, 512, 2),
     # larger tiles, and 512 threads, need 64 KiB or more to store fp32
     "up_wgrad_into": Config(128, 128, 64, 256, 2, subtiles=4),

@@ -10,6 +10,7 @@ gets counts of the host, which waits for them.
 """
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from graphmoe.config.formats import FORMATS, TurboScales
 from graphmoe.config.packages import is_installed, require_package
 from graphmoe.ops import HALF_DTYPES, require_half
 from graphmoe.ops.grouped_mlp.reference import KEY, Products, Stepwise
+
+_LACKS = "as there is no grouped GEMM of cuBLASLt (13.3, on Hopper 13.4) with counts on the device"
 
 
 def _turbo_products(dtype: torch.dtype) -> Products:
@@ -101,11 +104,15 @@ def _te_products(dtype: torch.dtype) -> Products:
     require_half(KEY, "te", dtype)
     require_package(KEY, "te")
     if _te_takes_device_counts(dtype):
-        return Products(
-            _te_rows, lambda dy_RN, w_ENC, ends_E: _te_rows(dy_RN, w_ENC.mT, ends_E), _te_weight_grad
-        )
+        return Products(_te_rows, lambda dy, w_ENC, ends_E: _te_rows(dy, w_ENC.mT, ends_E), _te_weight_grad)
+    _warn_of_waiting()
     rows, rows_grad = (functools.partial(_te_gemms, layout=layout) for layout in ("TN", "NN"))
     return Products(rows, rows_grad, _te_gemms_of_weights)
+
+
+@functools.cache
+def _warn_of_waiting() -> None:
+    logging.getLogger(__name__).warning("%s=te: each GEMM waits for the host, %s", KEY, _LACKS)
 
 
 def _te_takes_device_counts(dtype: torch.dtype) -> bool:
@@ -201,8 +208,7 @@ def _against_te(dtype: torch.dtype, device: torch.device, sync_free: bool) -> st
     reason = _reason_against("needs CUDA", False, dtype, device, sync_free)
     if reason or not sync_free or not is_installed("transformer_engine") or _te_takes_device_counts(dtype):
         return reason
-    lacks = "as there is no grouped GEMM of cuBLASLt (13.3, on Hopper 13.4) with counts on the device"
-    return f"waits for the host, {lacks}; moe.sync_free_stage=1 allows that"
+    return f"waits for the host, {_LACKS}; moe.sync_free_stage=1 allows that"
 
 
 TE = Stepwise(_te_products, _against_te)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from graphmoe.config.choices import OPTIMIZERS
+from graphmoe.config.choices import OPTIMIZERS, RUN_SINKS, RUN_WINDOWS
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, MoEConfig, RopeScaling, RunConfig
 from graphmoe.plan.attention import (
@@ -83,6 +83,7 @@ def _of_plan(plan: Plan, num_ranks: int) -> Sequence[Row]:
     dispatcher = f"with moe.dispatcher={plan.dispatcher}"
     of_auto = "" if plan.fuses_experts else "auto makes no replicas without the pass fuse_experts"
     why = plan.no_replicas or of_auto or "use moe.balance=replicas"
+    exact = "with moe.balance=replicas: all that can arrive has room"
     fsdp2, one_stage = config.parallel.dp_shard is not DpShard.zero1, plan.pipeline is None
     not_kept = "" if plan.fuses_experts else "without the pass fuse_experts: separate steps save them"
     if plan.recomputes_experts:
@@ -95,11 +96,7 @@ def _of_plan(plan: Plan, num_ranks: int) -> Sequence[Row]:
         (not plan.reads_peers, "moe.receive_budget", dispatcher),
         (plan.dispatcher != "symm", "moe.transport", dispatcher),
         (balance is Balance.none, "moe.replica_slots replica_keep", f"with moe.balance=none: {why}"),
-        (
-            balance is not Balance.none and plan.exact_of,
-            "moe.receive_budget",
-            "with moe.balance=replicas: all that can arrive has room",
-        ),
+        (balance is not Balance.none and plan.exact_of, "moe.receive_budget", exact),
         (balance is Balance.replicas and not_kept, "moe.replica_keep", not_kept),
         (fsdp2, "optim.bucket_mb", "with parallel.dp_shard=fsdp2"),
         (not fsdp2 and num_ranks == 1, "optim.bucket_mb", "with one rank"),
@@ -110,9 +107,10 @@ def _of_model(config: RunConfig) -> Sequence[Row]:
     model, delta_net = config.model, " ".join(DELTA_NET_KEYS)
     others = sorted(keys_of_others(model) - {*DELTA_NET_KEYS})
     scalings, experts = sorted(keys_of_other_scalings(model)), model.num_experts > 0
-    masked = not masks_of_layers(model, seq_len_of(config))[0, 0]
-    own = config.data.document_mask or masked or model.attention_sinks
-    why = "with documents, windows or chunks in every layer, or sinks, which have kernels of their own"
+    backend, masks = model.attention_backend, masks_of_layers(model, seq_len_of(config))
+    runs = any(not chunk and (not window or backend in RUN_WINDOWS) for window, chunk in masks)
+    own = config.data.document_mask or not runs or (model.attention_sinks and backend not in RUN_SINKS)
+    why = "with documents, windows or chunks in every layer, or sinks, which other kernels run"
     # a Hugging Face folder that turns the loss off has a coefficient too
     off = experts and model.aux_loss is AuxLoss.none and model.aux_loss_coef and not model.hf_family
     how = "model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off"

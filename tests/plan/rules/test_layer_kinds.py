@@ -2,6 +2,9 @@
 
 import pytest
 
+from graphmoe.plan.plan import plan_of
+from graphmoe.plan.rules.unused import without_effect
+from tests.plan.rules.test_linear_attention import GQA, config
 from tests.plan.rules.test_rules import broken
 
 RULES = """
@@ -31,3 +34,11 @@ def test_each_is_the_one_violation_and_says_what_would_do(rule):
 def test_a_ring_runs_sequences_of_one_chunk():
     words = "model.attention=gqa model.num_kv_heads=2 parallel.cp=4 data.seq_len=64 model.attention_chunk="
     assert broken(f"{words}64") == [] != broken(f"{words}63")
+
+
+@pytest.mark.parametrize("words", ["attention_sinks=true", "window=4", "window=4 model.attention_sinks=true"])
+@pytest.mark.parametrize("backend", ["sdpa", "flash4", "te", "turbo"])
+def test_a_backend_without_effect_is_named(backend, words):
+    run = config(*GQA.split(), *f"model.{words} model.attention_backend={backend}".split())
+    warned = any("model.attention_backend=" in line for line in without_effect(plan_of(run, 1), 1))
+    assert warned == (backend == "sdpa" or (backend == "flash4" and "window" in words))

@@ -17,6 +17,7 @@ from graphmoe.bench.cases import Call, Calls, Operation, Run, mlp_inputs, normal
 from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops import fp8_choice, linear_cross_entropy, permute, router, swiglu  # noqa: F401  # registers
+from graphmoe.ops import transformer_engine as te_module
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
 from graphmoe.ops.masked_attention import attention
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
@@ -151,7 +152,8 @@ def _own(
     for name, (amount, results) in amounts.items():
 
         def alone(generator: torch.Generator, part: str = name.rpartition("/")[2]) -> Calls:
-            return {"graphmoe": make(generator)[part]}
+            calls, keys = make(generator), {"graphmoe": part, "te": f"te/{part}"}
+            return {alternative: calls[key] for alternative, key in keys.items() if key in calls}
 
         yield Operation(name, shape, amount, kind, results, alone, memory)
 
@@ -165,6 +167,7 @@ def _rows(T: int, D: int, E: int, K: int) -> Iterator[Operation]:
             "permute": lambda: ops.permute(x_TD, *plan),
             "unpermute": lambda: ops.unpermute(y_RD, *plan, None),
             "unpermute_weighted": lambda: ops.unpermute(y_RD, *plan, weight_TK),
+            **(_te_rows(x_TD, y_RD, expert_TK, weight_TK, E) if _has_te(generator.device) else {}),
         }
 
     # Each input and output counts once, a token's rows as one token
@@ -176,6 +179,26 @@ def _rows(T: int, D: int, E: int, K: int) -> Iterator[Operation]:
         "unpermute_weighted": (rows + index + T * K * F32, ("x",)),
     }
     return _own(make, {"T": T, "D": D, "E": E, "K": K}, "bytes", amounts)
+
+
+def _has_te(device: torch.device) -> bool:
+    return device.type == "cuda" and is_installed(VENDORS["te"].module)
+
+
+def _te_rows(x_TD: Tensor, y_RD: Tensor, expert_TK: Tensor, weight_TK: Tensor, E: int) -> dict[str, Call]:
+    te, at = te_module(".permutation"), (1, expert_TK.long())
+    chosen_TE = torch.zeros(len(x_TD), E, dtype=torch.int32, device=x_TD.device).scatter_(*at, 1)
+    weight_TE = torch.zeros_like(chosen_TE, dtype=weight_TK.dtype).scatter_(*at, weight_TK)
+
+    def rows() -> tuple[Tensor, ...]:  # makes its own plan from the map of experts
+        return te.moe_permute_with_probs(x_TD, weight_TE, chosen_TE, len(y_RD))[:3]
+
+    plan = rows()[2]
+    return {
+        "te/permute": lambda: rows()[:1],
+        "te/unpermute": lambda: te.moe_unpermute(y_RD, plan, None, x_TD.shape),
+        "te/unpermute_weighted": lambda: te.moe_unpermute(y_RD, plan, weight_TE, x_TD.shape),
+    }
 
 
 def _swiglu(R: int, F: int) -> Iterator[Operation]:
@@ -211,7 +234,17 @@ def _router(label: str, T: int, B: int, E: int, K: int, *groups: int) -> Iterato
 
         logits_TE, bias_E = drawn(T, E), 0.01 * drawn(E) if grouped else None
         gradients, last = (drawn(T, K), drawn(B, E), None, None), (logits_TE, forward()[1], B, score, *how)
-        return {"forward": forward, "backward": lambda: ops.router_backward(*gradients, *last)}
+        calls = {"forward": forward, "backward": lambda: ops.router_backward(*gradients, *last)}
+        if _has_te(generator.device):  # without statistics of balance losses, and weights as [T, E]
+            leaf_TE, limits = logits_TE.clone().requires_grad_(), groups if grouped else (None, None)
+            run = te_module(".router").fused_topk_with_score_function
+            te = functools.partial(run, leaf_TE, K, not grouped, *limits, scale, score, bias_E)
+            given = (weight_TE := te()[0]), leaf_TE, drawn(T, E).to(weight_TE.dtype)
+            calls |= {
+                "te/forward": lambda: te() and (),
+                "te/backward": lambda: torch.autograd.grad(*given, retain_graph=True) and (),
+            }
+        return calls
 
     logits, slots, sums, bias = T * E * F32, T * K * F32, B * E * F32, E * F32 * grouped
     forward_results = ("weight", "expert", "counts", "share_sum", "z_sum", "entropy_sum")
@@ -225,21 +258,20 @@ def _router(label: str, T: int, B: int, E: int, K: int, *groups: int) -> Iterato
 
 def _attention(label: str, device: torch.device, *size: int) -> Iterator[Operation]:
     B, S, H, G, Q, V = size
-    backends = [AttentionBackend.sdpa]
-    if device.type == "cuda" and is_installed(VENDORS["flash4"].module):
-        backends.append(AttentionBackend.flash4)
+    libraries = [each for each in ("flash4", "te") if is_installed(VENDORS[each].module)]
+    backends = ["sdpa", *(libraries if device.type == "cuda" else [])]
 
     def make(generator: torch.Generator, backward: bool) -> Calls:
         shapes = (B, S, H, Q), (B, S, G, Q), (B, S, G, V)
         qkv = [normal(generator, *shape).requires_grad_() for shape in shapes]
         d_out, calls = normal(generator, B, S, H, V), {}
         for backend in backends:
-            forward = functools.partial(attention, *qkv, scale=Q**-0.5, backend=backend)
+            forward = functools.partial(attention, *qkv, scale=Q**-0.5, backend=AttentionBackend(backend))
             if not backward:
-                calls[backend.value] = lambda forward=forward: forward().detach()
+                calls[backend] = lambda forward=forward: forward().detach()
                 continue
             out = forward()
-            calls[backend.value] = functools.partial(torch.autograd.grad, out, qkv, d_out, retain_graph=True)
+            calls[backend] = functools.partial(torch.autograd.grad, out, qkv, d_out, retain_graph=True)
         return calls
 
     flops = B * H * S * S * (Q + V)  # causal attention halved; four GEMMs of the backward
@@ -261,7 +293,15 @@ def _loss(T: int, S: int, D: int, V: int) -> Iterator[Operation]:
             total = ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100)[0]
             return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
 
-        return {"forward_backward": call}
+        if not _has_te(generator.device):
+            return {"forward_backward": call}
+
+        def te() -> tuple[Tensor, ...]:  # of logits in memory
+            run = te_module(".cross_entropy").parallel_cross_entropy
+            total = run((h_TD @ w_VD.t())[None], labels_T[None]).sum()
+            return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
+
+        return {"forward_backward": call, "te/forward_backward": te}
 
     flops = 3 * 2 * T * D * V  # logits, and the gradients of both factors
     amounts = {"linear_cross_entropy/forward_backward": (flops, ("total", "dh", "dw"))}

@@ -1,6 +1,12 @@
 """Operations of the model: reference, kernels, vendor adapters and the choice among them."""
 
+import ctypes
+import functools
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +33,22 @@ def require_half(key: str, backend: str, dtype: torch.dtype) -> None:
             f"{key}={backend} has bf16 and fp16 kernels only and the activations are {dtype}; "
             f"use precision.compute=bf16, or {key}=auto"
         )
+
+
+def transformer_engine(module: str = "") -> Any:
+    """Return ``transformer_engine.pytorch``, or a module of it such as ``.router``."""
+    _load_cudnn_of_torch()
+    return importlib.import_module(f"transformer_engine.pytorch{module}")
+
+
+@functools.cache
+def _load_cudnn_of_torch() -> None:
+    # Transformer Engine prefers a cuDNN of the system, and a mix of two refuses every shape or fails to load.
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in (nvidia and nvidia.submodule_search_locations) or ():
+        for library in sorted(Path(folder, "cudnn", "lib").glob("libcudnn*.so.*")):
+            os.environ.setdefault("CUDNN_HOME", str(library.parents[1]))
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def has_kernel(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import AttentionBackend
-from graphmoe.ops import row_major
+from graphmoe.ops import row_major, transformer_engine
 
 CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -57,9 +57,7 @@ def _flash4_backward(saved: Saved, scale: float, window: int, deterministic: boo
 
 
 def _te() -> Any:
-    from transformer_engine.pytorch.cpp_extensions import fused_attn  # type: ignore[import-not-found]
-
-    return fused_attn
+    return transformer_engine(".cpp_extensions.fused_attn")
 
 
 def _te_settings(q: Tensor, scale: float, window: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphmoe.config.formats import FORMATS, TurboScales
 from graphmoe.config.packages import is_installed, require_package
-from graphmoe.ops import HALF_DTYPES, require_half
+from graphmoe.ops import HALF_DTYPES, require_half, transformer_engine
 from graphmoe.ops.grouped_mlp.reference import KEY, Products, Stepwise
 
 _LACKS = "as there is no grouped GEMM of cuBLASLt (13.3, on Hopper 13.4) with counts on the device"
@@ -116,9 +116,8 @@ def _warn_of_waiting() -> None:
 
 
 def _te_takes_device_counts(dtype: torch.dtype) -> bool:
-    from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported  # type: ignore[import-not-found]
-
-    return bool(is_module_grouped_tensor_path_supported(None, dtype))
+    module = transformer_engine(".module.grouped_linear")
+    return bool(module.is_module_grouped_tensor_path_supported(None, dtype))
 
 
 def _te_gemms(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor, *, layout: str) -> Tensor:
@@ -140,10 +139,8 @@ def _te_gemms_of_weights(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
 def _general_grouped_gemm(
     a: Sequence[Tensor], b: Sequence[Tensor], out: list[Tensor], counts: list[int], layout: str, **how: bool
 ) -> None:
-    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm  # type: ignore[import-not-found]
-
-    kept = [None] * len(a)  # no quantizers
-    general_grouped_gemm([*a], [*b], out, kept, out[0].dtype, layout=layout, m_splits=counts, **how)
+    run, kept = transformer_engine(".cpp_extensions").general_grouped_gemm, [None] * len(a)  # no quantizers
+    run([*a], [*b], out, kept, out[0].dtype, layout=layout, m_splits=counts, **how)
 
 
 def _te_rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
@@ -170,9 +167,7 @@ def _call(x_RC: Tensor, weights: list[Tensor], ends_E: Tensor) -> Tensor:
 @functools.cache
 def te_module(experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> Any:
     """Return the ``GroupedLinear`` of a shape, on the meta device."""
-    from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
-
-    return GroupedLinear(
+    return transformer_engine().GroupedLinear(
         num_gemms=experts,
         in_features=in_features,
         out_features=out_features,

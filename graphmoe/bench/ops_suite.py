@@ -14,10 +14,9 @@ from torch.nn import functional
 
 from graphmoe.bench import BenchArgs, cases
 from graphmoe.bench.cases import Call, Calls, Operation, Run, mlp_inputs, normal, route
-from graphmoe.config.packages import VENDORS, is_installed
+from graphmoe.bench.library_calls import PARTS, alternatives, either, lazily, reason_against
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops import fp8_choice, linear_cross_entropy, permute, router, swiglu  # noqa: F401  # registers
-from graphmoe.ops import transformer_engine as te_module
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
 from graphmoe.ops.masked_attention import attention
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
@@ -71,10 +70,9 @@ def ops_suite(full: bool, device: torch.device) -> tuple[list[Operation], list[s
     """Return all operations, and one line for each backend that is left out."""
     backends, left_out = ["torch"], ["triton, turbo, te: a CPU has the torch backend only"]
     if device.type == "cuda":
-        packages = {name: VENDORS[name].module for name in ("turbo", "te")}
-        here = [name for name, package in packages.items() if is_installed(package)]
-        backends = ["torch", "triton", *here]
-        left_out = [f"{name}: {packages[name]} is not installed" for name in packages if name not in here]
+        reasons = {name: reason_against(name, device) for name in PARTS}
+        backends = ["torch", "triton", *(name for name, reason in reasons.items() if reason is None)]
+        left_out = [reason for reason in reasons.values() if reason]
     at, layers = 0 if full else 1, cases.layers(full)
     lite = layers["v2_lite"]
     found = [
@@ -152,7 +150,7 @@ def _own(
     for name, (amount, results) in amounts.items():
 
         def alone(generator: torch.Generator, part: str = name.rpartition("/")[2]) -> Calls:
-            calls, keys = make(generator), {"graphmoe": part, "te": f"te/{part}"}
+            calls, keys = make(generator), {"graphmoe": part, **{each: f"{each}/{part}" for each in PARTS}}
             return {alternative: calls[key] for alternative, key in keys.items() if key in calls}
 
         yield Operation(name, shape, amount, kind, results, alone, memory)
@@ -167,7 +165,7 @@ def _rows(T: int, D: int, E: int, K: int) -> Iterator[Operation]:
             "permute": lambda: ops.permute(x_TD, *plan),
             "unpermute": lambda: ops.unpermute(y_RD, *plan, None),
             "unpermute_weighted": lambda: ops.unpermute(y_RD, *plan, weight_TK),
-            **(_te_rows(x_TD, y_RD, expert_TK, weight_TK, E) if _has_te(generator.device) else {}),
+            **alternatives("rows", generator.device, x_TD, y_RD, expert_TK, weight_TK, E),
         }
 
     # Each input and output counts once, a token's rows as one token
@@ -181,26 +179,6 @@ def _rows(T: int, D: int, E: int, K: int) -> Iterator[Operation]:
     return _own(make, {"T": T, "D": D, "E": E, "K": K}, "bytes", amounts)
 
 
-def _has_te(device: torch.device) -> bool:
-    return device.type == "cuda" and is_installed(VENDORS["te"].module)
-
-
-def _te_rows(x_TD: Tensor, y_RD: Tensor, expert_TK: Tensor, weight_TK: Tensor, E: int) -> dict[str, Call]:
-    te, at = te_module(".permutation"), (1, expert_TK.long())
-    chosen_TE = torch.zeros(len(x_TD), E, dtype=torch.int32, device=x_TD.device).scatter_(*at, 1)
-    weight_TE = torch.zeros_like(chosen_TE, dtype=weight_TK.dtype).scatter_(*at, weight_TK)
-
-    def rows() -> tuple[Tensor, ...]:  # makes its own plan from the map of experts
-        return te.moe_permute_with_probs(x_TD, weight_TE, chosen_TE, len(y_RD))[:3]
-
-    plan = rows()[2]
-    return {
-        "te/permute": lambda: rows()[:1],
-        "te/unpermute": lambda: te.moe_unpermute(y_RD, plan, None, x_TD.shape),
-        "te/unpermute_weighted": lambda: te.moe_unpermute(y_RD, plan, weight_TE, x_TD.shape),
-    }
-
-
 def _swiglu(R: int, F: int) -> Iterator[Operation]:
     def make(generator: torch.Generator) -> Calls:
         h_RH, da_RF = normal(generator, R, 2 * F), normal(generator, R, F)
@@ -209,6 +187,7 @@ def _swiglu(R: int, F: int) -> Iterator[Operation]:
         return {
             "forward": lambda: ops.swiglu(h_RH, weight_R, ends_E),
             "backward": lambda: ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E),
+            **alternatives("swiglu", generator.device, h_RH, weight_R, da_RF),
         }
 
     a, weighted = R * F * BF16, 2 * R * F * BF16 + R * F32
@@ -234,17 +213,12 @@ def _router(label: str, T: int, B: int, E: int, K: int, *groups: int) -> Iterato
 
         logits_TE, bias_E = drawn(T, E), 0.01 * drawn(E) if grouped else None
         gradients, last = (drawn(T, K), drawn(B, E), None, None), (logits_TE, forward()[1], B, score, *how)
-        calls = {"forward": forward, "backward": lambda: ops.router_backward(*gradients, *last)}
-        if _has_te(generator.device):  # without statistics of balance losses, and weights as [T, E]
-            leaf_TE, limits = logits_TE.clone().requires_grad_(), groups if grouped else (None, None)
-            run = te_module(".router").fused_topk_with_score_function
-            te = functools.partial(run, leaf_TE, K, not grouped, *limits, scale, score, bias_E)
-            given = (weight_TE := te()[0]), leaf_TE, drawn(T, E).to(weight_TE.dtype)
-            calls |= {
-                "te/forward": lambda: te() and (),
-                "te/backward": lambda: torch.autograd.grad(*given, retain_graph=True) and (),
-            }
-        return calls
+        library = logits_TE, drawn(T, E), bias_E, K, groups, score, scale
+        return {
+            "forward": forward,
+            "backward": lambda: ops.router_backward(*gradients, *last),
+            **alternatives("router", generator.device, *library),
+        }
 
     logits, slots, sums, bias = T * E * F32, T * K * F32, B * E * F32, E * F32 * grouped
     forward_results = ("weight", "expert", "counts", "share_sum", "z_sum", "entropy_sum")
@@ -258,27 +232,22 @@ def _router(label: str, T: int, B: int, E: int, K: int, *groups: int) -> Iterato
 
 def _attention(label: str, device: torch.device, *size: int) -> Iterator[Operation]:
     B, S, H, G, Q, V = size
-    libraries = [each for each in ("flash4", "te") if is_installed(VENDORS[each].module)]
-    backends = ["sdpa", *(libraries if device.type == "cuda" else [])]
+    backends = ["sdpa", *(each for each in ("flash4", *PARTS) if reason_against(each, device) is None)]
 
-    def make(generator: torch.Generator, backward: bool) -> Calls:
+    def make(generator: torch.Generator, direction: str) -> Calls:
         shapes = (B, S, H, Q), (B, S, G, Q), (B, S, G, V)
-        qkv = [normal(generator, *shape).requires_grad_() for shape in shapes]
-        d_out, calls = normal(generator, B, S, H, V), {}
+        q, k, v, d_out = (normal(generator, *shape) for shape in (*shapes, (B, S, H, V)))
+        tensors, calls = (d_out, q, k, v), {}
         for backend in backends:
-            forward = functools.partial(attention, *qkv, scale=Q**-0.5, backend=AttentionBackend(backend))
-            if not backward:
-                calls[backend] = lambda forward=forward: forward().detach()
-                continue
-            out = forward()
-            calls[backend] = functools.partial(torch.autograd.grad, out, qkv, d_out, retain_graph=True)
-        return calls
+            run = functools.partial(attention, scale=Q**-0.5, backend=AttentionBackend(backend))
+            calls[backend] = lazily(either, direction, run, *tensors)
+        return calls | alternatives("attention", device, direction, Q**-0.5, *tensors)
 
     flops = B * H * S * S * (Q + V)  # causal attention halved; four GEMMs of the backward
     shape = dict(zip("BSHGQV", size, strict=True))
     directions = ("forward", flops, ("out",)), ("backward", 2 * flops, ("dq", "dk", "dv"))
     for direction, amount, results in directions:
-        made = functools.partial(make, backward=direction == "backward")
+        made = functools.partial(make, direction=direction)
         yield Operation(f"attention/{label}/{direction}", shape, amount, "FLOPs", results, made)
 
 
@@ -289,19 +258,13 @@ def _loss(T: int, S: int, D: int, V: int) -> Iterator[Operation]:
         labels_T = torch.randint(V, (T,), generator=generator, device=generator.device)
         dtotal = torch.full((), 1 / T, device=generator.device)  # one would hide a missing scale
 
-        def call() -> tuple[Tensor, ...]:
-            total = ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100)[0]
+        def step(total: Tensor) -> tuple[Tensor, ...]:
             return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
 
-        if not _has_te(generator.device):
-            return {"forward_backward": call}
-
-        def te() -> tuple[Tensor, ...]:  # of logits in memory
-            run = te_module(".cross_entropy").parallel_cross_entropy
-            total = run((h_TD @ w_VD.t())[None], labels_T[None]).sum()
-            return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
-
-        return {"forward_backward": call, "te/forward_backward": te}
+        return {
+            "forward_backward": lambda: step(ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100)[0]),
+            **alternatives("loss", generator.device, step, h_TD, w_VD, labels_T),
+        }
 
     flops = 3 * 2 * T * D * V  # logits, and the gradients of both factors
     amounts = {"linear_cross_entropy/forward_backward": (flops, ("total", "dh", "dw"))}
@@ -321,8 +284,9 @@ def _fp8_dense(label: str, R: int, N: int, K: int) -> Operation:
 
 def _forms(name: str, shape: dict[str, int], flops: int, of: Callable[[torch.device], Any]) -> Operation:
     def make(generator: torch.Generator) -> Calls:
-        calls = of(generator.device).calls(generator.device)
-        return {"bf16" if form == "plain" else form: call for form, call in calls.items()}
+        each, device = of(generator.device), generator.device
+        own = {"bf16" if form == "plain" else form: call for form, call in each.calls(device).items()}
+        return own | alternatives(name.partition("/")[0], device, generator, each)
 
     # Without results to compare, since alternatives round otherwise: tests/ops compares them
     return Operation(name, shape, flops, "fp8 FLOPs", (), make)

@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphmoe.bench import library_calls
 from graphmoe.config import packages
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.grouped_mlp import vendor
 from graphmoe.ops.masked_attention import attention as attend
+from tests.bench import test_library_calls as suite
 from tests.ops import attention_fakes as attention
 from tests.ops.test_attention import (
     SCALE,
@@ -146,3 +148,121 @@ def test_products_of_experts_are_those_of_each(gemms):
         assert_forward_close(rows[own], x[own].double() @ w[expert].double().T)
         assert_forward_close(rows_grad[own], dy[own].double() @ w[expert].double())
         assert_forward_close(weights[expert], dy[own].double().T @ x[own].double())
+
+
+def swiglu_backward(d_out, x, probs, row_mask):
+    with torch.enable_grad():
+        leaves = x.detach().requires_grad_(), probs.detach().requires_grad_()
+        return torch.autograd.grad(suite.swiglu_with_probs(*leaves, row_mask), leaves, d_out)
+
+
+def route(logits, tokens, experts, groups, topk, selected, score, scale):
+    scores, weights, chosen = suite.routed(logits, topk, groups, selected, score, scale)
+    none = torch.zeros_like(logits)
+    results = none.scatter(1, chosen, weights.float()), none.int().scatter(1, chosen, 1)
+    return scores.float(), chosen, logits.sigmoid().gather(1, chosen), *results
+
+
+def route_backward(d_probs, d_scores, logits, probs, chosen, raw, scores, is_chosen, score, scale):
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        found = suite.routed(leaf, chosen.shape[1], 1, 1, score, scale, chosen)[:2]
+        return torch.autograd.grad(found, leaf, (d_scores, d_probs.gather(1, chosen)))[0]
+
+
+def plan_rows(expert_map, experts, topk, pad, rows, stride):
+    given = {"probs_layout": "topk", "pad_multiple": pad, "probs_topk_stride": stride}
+    _, slot, _, _, count, *_ = suite.moe_permute(expert_map, expert_map, experts, topk, rows, **given)
+    return slot, torch.empty(0), torch.zeros(1), count
+
+
+def permute(tokens, out, scales, out_scales, probs, out_probs, slot, *_):
+    out.copy_(tokens[slot // (len(slot) // len(tokens))])
+
+
+def unpermute(rows, out, probs, out_probs, slot, count, experts, *_):
+    out.copy_(suite.moe_unpermute(rows, slot, count, out.shape, num_local_experts=experts)[0])
+
+
+def in_blocks(x, dtype, height, width):
+    """Return values in 8 bits, and a scale for each."""
+    parts = x.unflatten(1, (-1, width)).unflatten(0, (-1, height)).float()
+    scale = parts.abs().amax((1, 3), keepdim=True).expand_as(parts) / torch.finfo(dtype).max
+    values, scale = (each.flatten(2).flatten(0, 1) for each in (parts / scale, scale))
+    return values.to(dtype), scale.contiguous()
+
+
+def product(a, a_scale, b, b_scale, trans_a, trans_b, out_dtype, trans_c):
+    a, b = a.float() * a_scale, b.float() * b_scale
+    out = (a.mT if trans_a else a) @ (b.mT if trans_b else b)
+    return (out.mT if trans_c else out).to(out_dtype).contiguous()
+
+
+def by_rows(x, dtype, axis, _):
+    return in_blocks(x, dtype, *((1, x.shape[1]) if axis in (-1, 1) else (len(x), 1)))
+
+
+COMPILED_OPS = SimpleNamespace(
+    permute_preprocessing=plan_rows, permute=permute, unpermute=unpermute, quantize_fp8_rowwise=by_rows,
+    quantize_fp8_tensorwise=lambda x, dtype, _: in_blocks(x, dtype, *x.shape),
+    dequantize_fp8_rowwise=lambda x, scale, axis, dtype: (x.float() * scale).to(dtype),
+    hipblaslt_gemm=lambda a, b, dtype, *how: product(a, 1, b, 1, *how[:2], dtype, how[2]),
+    hipblaslt_gemm_fp8=lambda a, a_scale, b, b_scale, dtype, *how: product(
+        a, a_scale, b, b_scale, *how[:2], dtype, how[2]
+    ),
+)  # fmt: skip
+
+
+def values_of(q, k, v, *scales):
+    pairs = zip("qkv", (q, k, v), scales, strict=True)
+    return {name: (x.float() * s.repeat_interleave(64, -1).mT[..., None]).bfloat16() for name, x, s in pairs}
+
+
+def attend_in_fp8(q, k, v, p_scale, q_scale, k_scale, v_scale, dropout, scale, causal, left, right, *rest):
+    assert causal and left == right == -1 and rest == (None, None, False, True) and not dropout
+    return *attention.forward(values_of(q, k, v, q_scale, k_scale, v_scale), scale), torch.empty(0)
+
+
+def attend_in_fp8_backward(d_out, q, k, v, out, q_scale, k_scale, v_scale, p_scale, lse, *rest):
+    return attention.backward(values_of(q, k, v, q_scale, k_scale, v_scale), out, d_out, lse, rest[7])
+
+
+@pytest.fixture
+def kernels(turbo, monkeypatch):
+    def put(module: str, **names: Any) -> None:
+        for name, value in names.items():
+            monkeypatch.setattr(importlib.import_module(f"primus_turbo.pytorch.{module}"), name, value)
+
+    monkeypatch.setattr(torch.ops, "primus_turbo_cpp_extension", COMPILED_OPS, raising=False)
+    put(
+        "ops.activation", swiglu_fwd_with_probs=suite.swiglu_with_probs, swiglu_bwd_with_probs=swiglu_backward
+    )
+    put("ops.moe.fused_moe_router", fused_moe_router_fwd=route, fused_moe_router_bkwd=route_backward)
+    gemms = {f"gemm_fp8_{kind}_triton_kernel": product for kind in ("rowwise", "blockwise")}
+    put("kernels.gemm.gemm_fp8_impl", **gemms)
+    put(
+        "ops.gemm_fp8",
+        quantize_fp8=lambda x, dtype, *_, block_size, **how: in_blocks(x, dtype, block_size, block_size),
+        quantize_fp8_with_trans=lambda x, dtype, *_, block_size: (
+            *in_blocks(x, dtype, 1, block_size), *in_blocks(x, dtype, block_size, 1)
+        ),
+    )  # fmt: skip
+    attend = {"forward": attend_in_fp8, "backward": attend_in_fp8_backward}
+    named = {f"attention_triton_{way}_impl": run for way, run in attend.items()}
+    put("ops.attention.flash_attn_interface", **named)
+
+
+@pytest.mark.parametrize("name", suite.ROWS)
+def test_calls_of_the_suite_have_our_results(name, kernels, monkeypatch):
+    for module in (library_calls, suite.ops_suite):
+        monkeypatch.setattr(module, "reason_against", lambda name, _: None if name == "turbo" else "absent")
+    assert suite.errors(name) == dict.fromkeys(suite.ROWS[name])
+
+
+def test_uncompared_calls_of_the_suite_mean_the_same(kernels):
+    suite.assert_router_is_ours((1, 1), "softmax", 1.0)
+    suite.assert_router_is_ours((8, 4), "sigmoid", 2.5)
+    suite.assert_linear_is_ours("bf16", 40)
+    for recipe in ("rowwise", "tensorwise", "blockwise"):
+        suite.assert_linear_is_ours(recipe, 20)
+    suite.assert_fp8_attention_is_ours(20)

@@ -53,14 +53,8 @@ def _turbo_fp8_products(scales: TurboScales, dtype: torch.dtype) -> Products:
 def _turbo_fp8_rows(
     scales: TurboScales, x: Tensor, w_ENC: Tensor, ends_E: Tensor, *, trans_b: bool
 ) -> Tensor:
-    from primus_turbo.pytorch.core.low_precision import Float8QuantConfig, ScaleDtype, ScalingGranularity  # type: ignore[import-not-found]
     from primus_turbo.pytorch.ops import grouped_gemm_fp8
 
-    config = Float8QuantConfig(
-        granularity=ScalingGranularity[scales.granularity],
-        block_size=scales.block_size,
-        scale_dtype=ScaleDtype[scales.scale_dtype],
-    )
     if not (trans_b or scales.transposes):
         w_ENC, trans_b = w_ENC.mT, True
     lens_E, offsets = _offsets(ends_E)
@@ -72,7 +66,18 @@ def _turbo_fp8_rows(
         group_lens=lens_E,
         group_offs=offsets,
         trans_b=trans_b,
-        config=config,
+        config=turbo_config(scales),
+    )
+
+
+def turbo_config(scales: TurboScales) -> Any:
+    """Return Primus-Turbo's ``Float8QuantConfig`` of a format."""
+    from primus_turbo.pytorch.core.low_precision import Float8QuantConfig, ScaleDtype, ScalingGranularity  # type: ignore[import-not-found]
+
+    return Float8QuantConfig(
+        granularity=ScalingGranularity[scales.granularity],
+        block_size=scales.block_size,
+        scale_dtype=ScaleDtype[scales.scale_dtype],
     )
 
 

@@ -93,7 +93,7 @@ def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
             from graphmoe.training.start_checks import with_epochs
 
             config = with_epochs(config)
-        ranks = _join(config)
+        ranks = join(config)
         with ends_at_signals():
             config, folder, claimed = _agree(config, base, ranks)
             log_dir = folder / LOGS
@@ -124,7 +124,8 @@ def set_environment_of(config: RunConfig) -> None:
     set_environment(config.host, config.run.device)
 
 
-def _join(config: RunConfig) -> Ranks:
+def join(config: RunConfig) -> Ranks:
+    """Return the ranks of this job, which the environment names. Collective. *Raises* RunFailed."""
     import torch
     import torch.distributed as dist
 

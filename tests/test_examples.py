@@ -69,3 +69,11 @@ def test_code_of_ones_own_trains(tmp_path):
 def test_each_example_is_run_here():
     text = Path(__file__).read_text(encoding="utf-8")
     assert sorted(re.findall(r'run_example\("(\w+)"', text)) == FOLDERS
+
+
+def test_loops_of_ones_own_learn(tmp_path):
+    printed = run_example("own_loop", tmp_path)
+    losses = [float(found) for found in re.findall(r"loss (\d\.\d+)", printed)]
+    assert losses[0] == losses[2] == 0.6931 and max(losses[1], losses[3]) < 0.1
+    first, last = (float(found) for found in re.findall(r"mean reward (\d\.\d+)", printed))
+    assert last > first + 0.1 and (tmp_path / "exported/dpo/model.safetensors").exists()

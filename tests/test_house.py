@@ -42,7 +42,18 @@ ROOMS = """
 """
 """Rooms from left to right. Rooms of one line know nothing of each other."""
 COMMANDS = {
-    *("bench", "cache", "convert", "doctor", "generate", "info", "pipeline_view", "prepare", "project"),
+    *(
+        "api",
+        "bench",
+        "cache",
+        "convert",
+        "doctor",
+        "generate",
+        "info",
+        "pipeline_view",
+        "prepare",
+        "project",
+    ),
     *("report", "trace", "train", "tune", "worker", "__main__"),
 }
 """Commands of one file stand to the right of all rooms."""

@@ -262,9 +262,12 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_BS: Tensor) -> Tensor:
         """Return the states before the final norm, [B, S, D]."""
-        x_BSD, rope = self._embed(tokens_BS, run_segments), self.rope(tokens_BS.shape[1], tokens_BS.device)
-        layers, first_BS = range(len(self.layers)), self._first(tokens_BS)
-        return self._run_layers(x_BSD, layers, rope, run_segments, first_BS)[0]
+        return self.states(tokens_BS)[0]
+
+    def states(self, tokens_BS: Tensor, execute: Executor = run_segments) -> tuple[Tensor, list[MoEOutput]]:
+        """Return the states before the final norm, [B, S, D], and the outputs of the MoE layers."""
+        x_BSD, rope = self._embed(tokens_BS, execute), self.rope(tokens_BS.shape[1], tokens_BS.device)
+        return self._run_layers(x_BSD, range(len(self.layers)), rope, execute, self._first(tokens_BS))
 
     def _run_layers(
         self,

@@ -1,0 +1,216 @@
+"""A model and its optimizer for a training loop of your own (docs/api.md).
+
+Suffixes: B sequences, S their tokens, D hidden, V vocabulary, T positions, L MoE layers, E experts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from graphmoe.bench.jobs import compose_config
+from graphmoe.checkpoint.hf.families import to_hf_config
+from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
+from graphmoe.checkpoint.hf.pieces import pieces
+from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, TensorToWrite
+from graphmoe.checkpoint.store import CheckpointStore
+from graphmoe.command.hydra import read_words
+from graphmoe.config.arguments import parse_size
+from graphmoe.config.schema import ConfigError, DpShard
+from graphmoe.model.moe_segments import update_selection_bias
+from graphmoe.ops.collectives import all_gather_into, use_groups
+from graphmoe.plan.layout import layout_of
+from graphmoe.plan.plan import Plan
+from graphmoe.run.machine import open_device
+from graphmoe.run.weights import load_weights
+from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
+from graphmoe.runtime.host.files import temporary_folder
+from graphmoe.runtime.ranks import Mesh, sums
+from graphmoe.training.build import build
+from graphmoe.training.executor import Execution
+from graphmoe.training.run import open_worker
+from graphmoe.training.saves import Chosen, random_state, restore_random_state, seed_everything
+from graphmoe.worker import join
+
+# no graph captures a loss of yours, and no step of yours runs again because a receive buffer overflowed
+OWN = (
+    "data=synthetic", "graph.scope=none", "pipeline.ep_overlap=false", "moe.receive_budget=worst_case",
+    "passes.disabled=[fuse_loss]",
+)  # fmt: skip
+ROWS = 2048  # positions whose logits are in memory at once
+
+
+class Trainer:
+    """A model with compiled segments and its optimizer, for a loop of your own.
+
+    In a script that torchrun starts, all ranks call the methods in the same order, each with its own
+    sequences. It is a context manager, which ends what the ranks share.
+    """
+
+    def __init__(self, *words: str) -> None:
+        """``words``: overrides of `graphmoe train`, such as "checkpoint.init_from=FOLDER". Collective.
+
+        Their data, batch sizes and number of steps count only for learning rates, the choice of kernels and
+        the longest sequence. *Raises* ConfigError.
+        """
+        config = compose_config(*read_words([*OWN, *words]))
+        self._ranks = join(config)
+        self.plan, _ = open_worker(config, self._ranks)
+        _check(self.plan)
+        self._mesh, self.device = Mesh(self.plan.layout), open_device(self.plan.run.device)
+        use_groups(self._mesh)
+        open_dispatcher(self.plan, self._mesh, self.device)
+        seed_everything(self.plan.train.seed, self.plan.precision, self.device)
+        dispatcher = make_dispatcher(self.plan, self._mesh)
+        self.model, self.optimizer = build(self.plan, self.device, self._mesh, dispatcher)
+        if start := self.plan.checkpoint.init_from:
+            weights = self.optimizer.weights_to_fill()
+            load_weights(self.model, start, weights, self.plan.layout, self._ranks.rank)
+            self.optimizer.adopt(weights)
+        self._open = ExitStack()
+        folder = self._open.enter_context(temporary_folder("graphmoe_trainer_"))
+        how = self.device, self.optimizer, self._ranks, folder, Chosen()
+        self._execution = Execution(self.plan, *how)
+        self._execution.compile_update(self.optimizer, self.model.segment_lists())
+        self._execute = self.optimizer.executor(self._execution.execute)
+        self._is_stale = False  # whether other ranks have updated weights of this one
+        self._router_losses: list[Tensor] = []
+        self._counts_LE = torch.zeros(self.model.num_moe_layers, self.plan.model.num_experts).to(self.device)
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+        close_dispatcher()
+
+    def log_probs(self, tokens_BS: Tensor) -> Tensor:
+        """Return the log-probability, fp32 [B, S - 1], of each token but the first, given those before it.
+
+        Collective. Within `step` it has a gradient. Logits of `ROWS` positions are in memory at once.
+        """
+        if self._is_stale:
+            self.optimizer.gather()
+            self._is_stale = False
+        tokens_BS, head = tokens_BS.to(self.device), self.model.loss_head
+        x_BSD, outputs = self.model.states(tokens_BS[:, :-1], self._execute)
+        segments = head.segments(head.norm, loss=False)
+        (h_BSD,) = self._execute(segments, {"x": x_BSD}, ("normed",))
+        if torch.is_grad_enabled():
+            for layer, output in enumerate(outputs):
+                self._router_losses.append(output.loss)
+                self._counts_LE[layer] += output.counts_E
+
+        def of_rows(h_TD: Tensor, label_T: Tensor) -> Tensor:
+            return -F.cross_entropy(head.head(h_TD).float(), label_T, reduction="none")
+
+        rows = zip(h_BSD.flatten(0, 1).split(ROWS), tokens_BS[:, 1:].flatten().split(ROWS), strict=True)
+        found = [checkpoint(of_rows, *each, use_reentrant=False) for each in rows]
+        return torch.cat(found).view(len(tokens_BS), -1)
+
+    def step(self, batch: Any, loss_fn: Callable[["Trainer", Any], Tensor]) -> dict[str, float]:
+        """Update the weights by the mean gradient of ``loss_fn(self, batch)`` over ranks. Syncs the device.
+
+        A list is one micro-batch after the other, and the mean over them too. Routers' losses are added.
+        Returns loss, grad_norm, lr, and skipped (1.0 if loss or gradient was not finite). Collective.
+        """
+        optimizer, batches = self.optimizer, batch if isinstance(batch, list) else [batch]
+        if scales := optimizer.scales:
+            scales.begin()
+        self._counts_LE.zero_()
+        loss = torch.zeros((), device=self.device)
+        for each in batches:
+            self._router_losses.clear()
+            own = loss_fn(self, each) / len(batches)
+            routers = sum(self._router_losses, start=torch.zeros_like(own)) / len(batches)
+            ((own + routers) / self.plan.layout.dp).backward()
+            loss += own.detach()
+        group = self._mesh.group("world")
+        total, counts_LE = sums(group, loss, self._counts_LE)
+        result = optimizer.step(total)
+        if scales:
+            scales.update(result.finite)
+        if self.plan.model.selection_bias:
+            rate = self.plan.model.bias_update_rate
+            for router, counts_E in zip(self.model.routers(), counts_LE, strict=True):
+                update_selection_bias(router.selection_bias, counts_E, rate, result.finite)
+        self._is_stale = group is not None
+        self._execution.keep_code()
+        values = total / self._ranks.size, result.grad_norm, result.lr, 1 - result.finite
+        return dict(zip(("loss", "grad_norm", "lr", "skipped"), torch.stack(values).tolist(), strict=True))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors of the Hugging Face folder, for an inference engine. Collective."""
+        yield from ((entry.name, entry.make()) for entry in self._entries())
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a folder that ``transformers`` reads. Collective. *Raises* ConfigError.
+
+        The first rank has all weights in host memory meanwhile.
+        """
+        _, raw = to_hf_config(self.plan.model)
+        found = [(entry, entry.make()) for entry in self._entries()]  # all ranks gather in one order
+        if self._ranks.is_first:
+            kept = [replace(entry, make=tensor.cpu) for entry, tensor in found]
+            most = parse_size("max_shard_size", DEFAULT_SHARD, least=1)
+            write_hf(Path(folder), raw, kept, max_bytes=most)
+        self._ranks.barrier()
+
+    def save(self, folder: str | Path, step: int) -> None:
+        """Save weights, optimizer and random state as a checkpoint. Collective. *Raises* CheckpointError."""
+        self._store(folder).save(step, self._state(step), wait=True)
+
+    def load(self, folder: str | Path) -> int:
+        """Load the newest checkpoint of `save`; return its step, or 0 if there is none. Collective."""
+        state = self._state(0)
+        if self._store(folder).load(state) is None:
+            return 0
+        self.optimizer.restored(state["optimizer"])
+        restore_random_state(state["random"])
+        self._is_stale = self._ranks.size > 1
+        return int(state["step"])
+
+    def _store(self, folder: str | Path) -> CheckpointStore:
+        return CheckpointStore(Path(folder), self.plan.checkpoint)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        model, optimizer = self.optimizer.model_state(), self.optimizer.state_dict()
+        return {"model": model, "optimizer": optimizer, "random": random_state(), "step": step}
+
+    def _entries(self) -> Iterator[TensorToWrite]:
+        family, _ = to_hf_config(self.plan.model)
+        self.optimizer.gather()
+        own, at = self.model.state_dict(keep_vars=True), self.plan.layout
+        whole: dict[str, Tensor] = {}
+
+        def read(name: str, index: Any) -> Tensor:
+            if name not in whole:
+                whole.clear()  # an expert's tensors follow each other
+                whole[name] = own[name].detach()
+                for cut in layout_of(own[name]).cuts:
+                    if at.size(cut.axis) > 1:  # ep, along the first dimension
+                        assert cut.dim == 0
+                        mine = whole[name].contiguous()
+                        whole[name] = mine.new_empty(at.size(cut.axis) * len(mine), *mine.shape[1:])
+                        all_gather_into(whole[name], mine, group=self._mesh.group(cut.axis))
+            return whole[name][index]
+
+        dtypes = {name: weight.dtype for name, weight in own.items()}
+        return entries_of(pieces(family, self.plan.model), shapes_of(self.plan.model), dtypes, read)
+
+
+def _check(plan: Plan) -> None:
+    parallel = plan.parallel
+    for key, value, valid in (
+        ("parallel.tp", parallel.tp, 1), ("parallel.etp", parallel.etp, 1), ("parallel.cp", parallel.cp, 1),
+        ("parallel.pp", parallel.pp, 1), ("parallel.dp_shard", parallel.dp_shard.value, DpShard.zero1.value),
+        ("graph.scope", plan.graph.scope, "none"), ("model.mtp_depth", plan.model.mtp_depth, 0),
+    ):  # fmt: skip
+        if value != valid:
+            raise ConfigError(f"{key}={value}: graphmoe.Trainer runs {key}={valid} only")

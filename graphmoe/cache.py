@@ -21,7 +21,7 @@ from rich.markup import escape
 from graphmoe.config.arguments import emit, parse_args, parse_size, run_tool, text_table
 from graphmoe.config.ranges import number_of, shown_size
 from graphmoe.config.schema import ConfigError, OutputFormat, compiled_folder
-from graphmoe.runtime.cache.folders import TAG_FILE
+from graphmoe.runtime.cache.folders import TAG_FILE, check_trusted, refuse_links
 
 if TYPE_CHECKING:
     from graphmoe.runtime.cache.entries import Entry
@@ -51,6 +51,10 @@ def main(argv: list[str]) -> None:
     is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_empty and not (folder / TAG_FILE).exists():
         raise ConfigError(f"{folder} is not a compile cache: it has no {TAG_FILE}; set cache_dir=...")
+    if args.action is not Action.list:
+        folder = folder.resolve()
+        check_trusted(folder, shared=True)
+        refuse_links(folder)
     from graphmoe.runtime.cache.store import CompileCache, holdings, prune, verify  # imports torch
 
     cache = CompileCache(folder)

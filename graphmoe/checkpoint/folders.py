@@ -119,7 +119,7 @@ def publish(temporary: Path, step: int) -> None:
         raise
     sync_folder(final.parent)
     if replaced.exists():
-        _remove(replaced)
+        _removed(replaced)
 
 
 def prune(
@@ -136,10 +136,9 @@ def prune(
     if skipped:
         # a run that never recovers is restarted from one of these
         kept |= {step for step in steps if step <= newest - skipped}
-    gone = [step for step in steps if step not in kept]
-    for step in gone:
-        _remove(folder_of(folder, step))
-    return gone
+    for left in folder.glob(f"step_*.tmp-{os.getpid()}"):  # what an earlier call could not remove
+        _removed(left)
+    return [step for step in steps if step not in kept and _removed(folder_of(folder, step))]
 
 
 def clean_leftovers(folder: Path) -> None:
@@ -151,18 +150,27 @@ def clean_leftovers(folder: Path) -> None:
             pid = int(match[1])  # may be this process's: in containers each run may have the same
             if pid == os.getpid() or pid >= 2**31 or not psutil.pid_exists(pid):
                 log.info("removing %s, left by a process that died", path)
-                shutil.rmtree(path)
+                _removed(path)
         elif final != path and final.exists():
-            shutil.rmtree(path)
+            _removed(path)
         elif final != path:  # the process died between the renames of `publish`
             path.rename(final)
 
 
-def _remove(path: Path) -> None:
-    doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    # renamed first: a half-deleted checkpoint must not look complete
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+def _removed(path: Path) -> bool:
+    """Remove a folder, of a link only the link; warn and return False if it cannot be removed now."""
+    doomed = path
+    try:
+        if not _TEMPORARY.fullmatch(path.name):  # a half-deleted checkpoint must not look complete
+            doomed = path.rename(path.with_name(f"{path.name}.tmp-{os.getpid()}"))
+        if doomed.is_symlink():
+            doomed.unlink()
+        else:
+            shutil.rmtree(doomed)
+    except OSError as error:  # a mount, a file that NFS keeps, no permission
+        log.warning("%s cannot be removed now: %s; the next save or start tries again", path, error)
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -179,10 +179,7 @@ class CheckpointStore:
     def _prune(self, step: int, skipped: int) -> list[int]:
         assert self._config is not None
         keep_last, keep_every = self._config.keep_last, self._config.keep_every
-        try:
-            return folders.prune(self.folder, step, keep_last, keep_every, self._damaged, skipped)
-        except OSError as error:
-            raise CheckpointError(f"step {step} is saved, but an older checkpoint stays: {error}") from error
+        return folders.prune(self.folder, step, keep_last, keep_every, self._damaged, skipped)
 
     def _explain(self, step: int, entries: Entries, error: Exception) -> str:
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ ORPHAN_AGE_S = 3600.0
 
 class DamagedBlob(Exception):
     """Raised for content that does not match its hash."""
+
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Blobs:
 
     def __iter__(self) -> Iterator[Blob]:
         for path in self._folder.glob("??/*"):
-            if path.suffix != DRAFT:
+            if DIGEST.fullmatch(path.name) and path.parent.name == path.name[:2]:
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
                     yield Blob(path.name, status.st_size, status.st_mtime)

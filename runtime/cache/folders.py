@@ -5,6 +5,7 @@ import errno
 import grp
 import os
 import pwd
+import shlex
 import shutil
 import stat
 import tempfile
@@ -66,6 +67,19 @@ def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = Fa
             f"{_owner(status)} with mode {mode:04o}, so that others may write there; use chmod -R go-w "
             f"{path}, another compile.cache_dir or GRAPHMOE_CACHE{trust}, or compile.cache=false"
         )
+
+
+def refuse_links(cache: Path) -> None:
+    """Raise ConfigError if anything in the cache is a link: it makes none, and removing would follow it."""
+    for root, folders, files in os.walk(cache):
+        for path in (Path(root, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                raise ConfigError(
+                    f"{path} is a link to {os.readlink(path)}, and no job makes one there; nothing was "
+                    f"removed; remove the link first: rm {shlex.quote(str(path))}"
+                )
+        if Path(root) == cache / "work":
+            folders.clear()  # compilers link there, and only whole folders are removed
 
 
 def _is_own_group(gid: int) -> bool:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import struct
 import subprocess
 import time
@@ -216,6 +217,37 @@ def test_leftovers_of_dead_processes_go_and_others_stay_and_are_passed_over(tmp_
         (tmp_path / name).unlink()
         (tmp_path / name).symlink_to(tmp_path)
         assert load_step(make_store(tmp_path)) == 1
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch, caplog):
+    """As on a mount, or if NFS keeps a file that is open. The next save, or start, removes it."""
+    store = make_store(tmp_path, keep_last=1)
+    save_steps(store, 1)
+    rmtree = shutil.rmtree
+
+    def busy(path, *args, **how):
+        if "step_00000001" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        rmtree(path, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        save_steps(store, 2, 3)
+        assert store.latest() == [3] and "step_00000001 cannot be removed now: [Errno 16]" in caplog.text
+        assert load_step(make_store(tmp_path, keep_last=1)) == 3
+        assert len([*tmp_path.iterdir()]) == 2
+    save_steps(store, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+
+
+def test_of_an_old_checkpoint_that_is_a_link_the_link_is_removed(tmp_path):
+    store = make_store(tmp_path / "run", keep_last=1)
+    save_steps(store, 1)
+    (tmp_path / "run" / "step_00000001").rename(tmp_path / "archived")
+    (tmp_path / "run" / "step_00000001").symlink_to(tmp_path / "archived")
+    save_steps(store, 2)
+    assert store.latest() == [2] and len([*(tmp_path / "run").iterdir()]) == 1
+    assert (tmp_path / "archived" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("async_save", [True, False])

@@ -184,3 +184,29 @@ def test_prune_leaves_a_file_that_was_stored_again_meanwhile(cache):
     listed = next(blob for blob in cache.blobs if blob.num_bytes == 40)
     cache.blobs.put(b"a" * 40)
     assert not cache.blobs.remove(listed) and cache.blobs.has(blob.digest)
+
+
+@pytest.mark.parametrize("action", ["prune", "verify"])
+@pytest.mark.parametrize("place", ["blobs", "blobs/aa", "entries", "damaged", "work", "choices"])
+def test_a_link_in_the_cache_is_refused_and_not_followed(cache, tmp_path, place, action):
+    mine = tmp_path / "mine" / ("a" * 64)
+    mine.parent.mkdir()
+    mine.write_text("a thesis")
+    os.utime(mine, (1, 1))
+    link = cache.folder / place
+    if link.exists():
+        link.rename(link.with_name("aside"))
+    link.symlink_to(mine.parent)
+    with pytest.raises(ConfigError, match=f"^{link} is a link to .*rm {link}$"):
+        tool.main([f"action={action}", f"cache_dir={cache.folder}"])
+    assert mine.read_text() == "a thesis"
+
+
+def test_only_stored_files_are_pruned(cache):
+    strange = [cache.folder / "blobs" / name for name in ("aa/notes.txt", f"aa/{'b' * 64}", f"ab/{'A' * 64}")]
+    for path in strange:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+        os.utime(path, (1, 1))
+    tool.main(["action=prune", "max_size=0", f"cache_dir={cache.folder}"])
+    assert all(path.exists() for path in strange) and not [*cache.blobs]

@@ -5,6 +5,7 @@ section 4.2.2) and the vocabulary by rows. Suffixes: B batch, S sequence, T = B 
 of the vocabulary, D hidden.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,49 @@ def document_starts(tokens_BS: Tensor, end_token: int) -> Tensor:
     position_S = torch.arange(tokens_BS.shape[1], dtype=torch.int32, device=tokens_BS.device)
     # position 0 starts a document whatever wraps around to it
     return ((tokens_BS == end_token).roll(1, dims=1) * position_S).cummax(dim=1).values
+
+
+def decoded(
+    tokens_BS: Tensor, labels_BS: Tensor, end_token: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return token ids, labels and the start of each position's document, [B, S] each. No device sync.
+
+    ``tokens_BS`` and ``labels_BS`` are a batch [B, S + 1] without its last and its first token. ``end_token``
+    ends a document; None: a sequence is one document, and the starts are None. Labels without a loss are
+    `IGNORED`.
+    """
+    if end_token is None:
+        return tokens_BS, labels_BS, None
+    # the token after an end token begins another document
+    labels_BS = labels_BS.masked_fill(tokens_BS == end_token, IGNORED)
+    return tokens_BS, labels_BS, document_starts(tokens_BS, end_token)
+
+
+def labels_at(labels_BS: Tensor, depth: int, first_BS: Tensor | None) -> Tensor:
+    """Return the labels of a prediction depth: 0 is the next token, others are of MTP."""
+    return shift_left(labels_BS, depth, IGNORED, first_BS) if depth else labels_BS
+
+
+def shift_left(values_BS: Tensor, by: int, fill: int, first_BS: Tensor | None = None) -> Tensor:
+    """Return values[:, i + by] at position i, ``fill`` past the end, or if another document has i + by."""
+    # the wrapped-around values are masked below
+    shifted_BS = values_BS.roll(-by, dims=1)
+    position_S = torch.arange(values_BS.shape[1], device=values_BS.device)
+    missing = position_S >= values_BS.shape[1] - by
+    if first_BS is not None:
+        missing = missing | (first_BS.roll(-by, dims=1) != first_BS)
+    return shifted_BS.masked_fill(missing, fill)
+
+
+def count_trained(batches: Sequence[Tensor], end_token: int | None, mtp_depth: int) -> Tensor:
+    """Return how many labels are not ignored, int64 [micro-batches, 1 + mtp_depth]. No device sync.
+
+    ``batches`` are token ids [B, S + 1] each, of equal shapes.
+    """
+    tokens_RT, depths = torch.cat([*batches]), range(1 + mtp_depth)
+    _, labels_RS, first_RS = decoded(tokens_RT[:, :-1], tokens_RT[:, 1:], end_token)
+    trained_DRS = torch.stack([labels_at(labels_RS, depth, first_RS) != IGNORED for depth in depths])
+    return trained_DRS.view(len(depths), len(batches), -1).sum(dim=-1).T
 
 
 def within_chunks(first_BS: Tensor, chunk: int) -> Tensor:

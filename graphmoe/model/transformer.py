@@ -19,9 +19,12 @@ from graphmoe.model.blocks import (
     RMSNorm,
     attended_pairs,
     column_parallel,
+    count_trained,
     cross_entropy_sum,
-    document_starts,
+    decoded,
+    labels_at,
     own_positions,
+    shift_left,
     tie_head,
 )
 from graphmoe.model.dispatch import has_load
@@ -42,9 +45,9 @@ class LossOutput(NamedTuple):
     total: Tensor
     """cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
     cross_entropy: Tensor
-    """Mean over labels that are not ignored; detached."""
+    """Mean over labels that are not ignored, times its weight if ``stage`` has weights; detached."""
     mtp: Tensor
-    """Mean over MTP depths, or 0; detached."""
+    """Mean over MTP depths, each as ``cross_entropy``, or 0; detached."""
     stats_L3: Tensor
     """Router statistics (``ROUTER_STATS``) of each MoE layer, MTP layers last; detached."""
     counts_LE: Tensor
@@ -153,9 +156,6 @@ class Transformer(nn.Module):
         pairs = (attended_pairs(first_BS, *mask) * layers for mask, layers in masks.items())
         return torch.stack([*pairs]).sum() / self.config.num_layers
 
-    def _first(self, tokens_BS: Tensor) -> Tensor | None:
-        return None if self.end_token is None else document_starts(tokens_BS, self.end_token)
-
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return next-token logits, fp32 [B, S, V]. *Raises* ConfigError if tp or cp splits them."""
         for name, ranks in (("tp", self.layout.tp), ("cp", self.layout.cp)):
@@ -166,13 +166,23 @@ class Transformer(nn.Module):
                 )
         return self.loss_head.logits(self.hidden(tokens_BS))
 
-    def loss(self, tokens_BS: Tensor, labels_BS: Tensor, execute: Executor = run_segments) -> LossOutput:
+    def count_trained(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return `graphmoe.model.blocks.count_trained` of token ids [B, S + 1]."""
+        return count_trained(batches, self.end_token, self.config.mtp_depth)
+
+    def loss(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        execute: Executor = run_segments,
+        weights: Tensor | None = None,
+    ) -> LossOutput:
         """Return the losses of a micro-batch; label -100 is ignored. No device sync.
 
-        All cp and tp ranks pass whole sequences and get the same losses.
+        All cp and tp ranks pass whole sequences and get the same losses. ``weights`` as in ``stage``.
         """
         (whole,) = self.stages
-        return self.stage(whole, (), tokens_BS, labels_BS, execute)
+        return self.stage(whole, (), tokens_BS, labels_BS, execute, weights)
 
     def stage(
         self,
@@ -181,15 +191,16 @@ class Transformer(nn.Module):
         tokens_BS: Tensor,
         labels_BS: Tensor,
         execute: Executor = run_segments,
+        weights: Tensor | None = None,
     ) -> LossOutput:
-        """Run a stage on the tensors ``carried`` from the stage before. No device sync."""
+        """Run a stage on the tensors ``carried`` from the stage before. No device sync.
+
+        ``weights`` [1 + mtp_depth], without a gradient, multiply the mean cross-entropy of each depth.
+        """
         outputs: list[MoEOutput] = []
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
-        first_BS, attended = self._first(tokens_BS), None
-        if self.end_token is not None and first_BS is not None:
-            attended = self._attended(first_BS) * pieces.loss
-            # the token after an end token begins another document
-            labels_BS = labels_BS.masked_fill(tokens_BS == self.end_token, IGNORED)
+        tokens_BS, labels_BS, first_BS = decoded(tokens_BS, labels_BS, self.end_token)
+        attended = None if first_BS is None else self._attended(first_BS) * pieces.loss
         if pieces.embed:
             carried = (self._embed(tokens_BS, execute),)
         if len(pieces.layers):
@@ -199,6 +210,9 @@ class Transformer(nn.Module):
         losses: list[Tensor] = []
         if pieces.loss or len(pieces.mtp):
             carried, losses = self._predict(pieces, carried, tokens_BS, labels_BS, execute, outputs, first_BS)
+        if weights is not None and losses:
+            # outside of the segment, whose code and graphs stay the same
+            losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
         # stages without a loss return zeros, so all stages return the same tensors
         none = torch.zeros((), device=tokens_BS.device)
         cross_entropy = losses[0] if losses else none
@@ -235,9 +249,7 @@ class Transformer(nn.Module):
             named = {"x" if norm else "normed": x_BSD}
             wanted = ["normed"] if norm and (depth < len(self.mtp) or not pieces.loss) else []
             if pieces.loss:
-                named["labels"] = self._own(
-                    shift_left(labels_BS, depth, IGNORED, first_BS) if depth else labels_BS
-                )
+                named["labels"] = self._own(labels_at(labels_BS, depth, first_BS))
                 wanted = ["cross_entropy", *wanted]
             results = list(execute(self.loss_head.segments(norm, loss=pieces.loss), named, tuple(wanted)))
             if pieces.loss:
@@ -266,8 +278,9 @@ class Transformer(nn.Module):
 
     def states(self, tokens_BS: Tensor, execute: Executor = run_segments) -> tuple[Tensor, list[MoEOutput]]:
         """Return the states before the final norm, [B, S, D], and the outputs of the MoE layers."""
+        tokens_BS, _, first_BS = decoded(tokens_BS, tokens_BS, self.end_token)
         x_BSD, rope = self._embed(tokens_BS, execute), self.rope(tokens_BS.shape[1], tokens_BS.device)
-        return self._run_layers(x_BSD, range(len(self.layers)), rope, execute, self._first(tokens_BS))
+        return self._run_layers(x_BSD, range(len(self.layers)), rope, execute, first_BS)
 
     def _run_layers(
         self,
@@ -383,14 +396,3 @@ def _layers(
             yield moe_layer(model, execution, layout, dispatcher)
         else:
             yield moe_layer.dense(model, layout)
-
-
-def shift_left(values_BS: Tensor, by: int, fill: int, first_BS: Tensor | None = None) -> Tensor:
-    """Return values[:, i + by] at position i, ``fill`` past the end, or if another document has i + by."""
-    # the wrapped-around values are masked below
-    shifted_BS = values_BS.roll(-by, dims=1)
-    position_S = torch.arange(values_BS.shape[1], device=values_BS.device)
-    missing = position_S >= values_BS.shape[1] - by
-    if first_BS is not None:
-        missing = missing | (first_BS.roll(-by, dims=1) != first_BS)
-    return shifted_BS.masked_fill(missing, fill)

@@ -85,6 +85,8 @@ class Plan(ExpertPlan, Arrivals):
     seq_len: int
     tokens: int
     """Tokens of a micro-batch that a rank routes."""
+    ignores_labels: bool
+    """True if labels may be ignored: losses are then means over the trained tokens of the global batch."""
     recompute: Recompute
     dtype: torch.dtype
     captures_step: bool
@@ -156,6 +158,7 @@ def plan_of(config: RunConfig, num_ranks: int) -> Plan:
         num_micro_batches=num_micro_batches(config, layout),
         seq_len=config.data.seq_len,
         tokens=tokens,
+        ignores_labels=config.data.document_mask,
         recompute=Recompute.of(config.recompute),
         dtype=dtype_of(config.precision.compute),
         captures_step=scope == FULL_ITERATION,

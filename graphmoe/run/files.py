@@ -47,7 +47,7 @@ MetricsRow = _record(
     **_each(Number, "step_s start_s data_s validation_s checkpoint_s"),
     **_each(Number, "mtp_loss balance_loss z_loss router_entropy"),
     **_each(Number, "rank_load receive_load planned_rank_load replicas replica_gb attended_keys max_logit"),
-    **_each(Count, "step tokens skipped_total"),
+    **_each(Count, "step tokens skipped_total trained_tokens"),
     load_max_over_mean=list[float] | None,
     skipped=bool,
 )

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,7 @@ from graphmoe.model.build import build_model
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops import IN_USE
 from graphmoe.plan.pipeline.layouts import StagePieces
+from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums
@@ -24,18 +26,22 @@ log = logging.getLogger(__name__)
 
 
 class Validation:
-    """Mean cross-entropy of the first validation batches, the same ones each time."""
+    """Mean cross-entropy of the first validation batches, the same ones each time.
+
+    If labels may be ignored, it is the mean over the trained tokens of all batches; NaN if there are none.
+    """
 
     def __init__(
         self,
-        config: TrainConfig,
+        plan: Plan,
         corpus: Corpus,
         micro_batches: MicroBatches,
         mesh: Mesh,
         heartbeat: Heartbeat,
         ladder: ReceiveLadder | None,
     ) -> None:
-        self.config, self.corpus, self.micro_batches = config, corpus, micro_batches
+        self.config, self.corpus, self.micro_batches = plan.train, corpus, micro_batches
+        self._ignores_labels = plan.ignores_labels
         self.mesh, self.heartbeat, self.ladder = mesh, heartbeat, ladder
         if self.wanted:
             self._warn_of_few()
@@ -64,38 +70,44 @@ class Validation:
         assert self.corpus.val is not None
         self.heartbeat.validation()
         batches = [*first_batches(self.corpus.val, self.config.val_batches, self.config.micro_batch_size)]
-        total, has_room = self._total(batches)
+        mean, has_room = self._mean(batches)
         if not has_room:
             assert self.ladder is not None
             self.heartbeat.slow("the validation, again with room for everything")
             with self.ladder.without_limit():
-                total, _ = self._total(batches)
+                mean, _ = self._mean(batches)
         if IN_USE.exchange:
             IN_USE.exchange.drop_prefetched()  # weights of replicas that a backward would have read
-        return total / len(batches), len(batches)
+        return mean, len(batches)
 
-    def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
+    def _mean(self, batches: list[Tensor]) -> tuple[float, bool]:
         layout, index = self.mesh.layout, self.mesh.index("dp")
         model, device = self.micro_batches.model, self.micro_batches.device
-        total, short = torch.zeros((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+        totals_2 = torch.zeros(2, device=device)  # of weighted losses, and of weights
+        short = torch.zeros((), dtype=torch.int32, device=device)
         has_limit = model.dispatcher is not None and model.dispatcher.capacity is not None
         rooms_L2 = rooms_of(model.dispatchers, device) if has_limit else None
         numbers = range(index, index + len(batches), layout.dp)
         # ranks without batches left repeat the last one, since experts wait for tokens of all ranks
         mine = [batches[min(number, len(batches) - 1)] for number in numbers]
-        counted = iter(numbers)
+        weights_M = torch.tensor([float(number < len(batches)) for number in numbers], device=device)
+        if self._ignores_labels:
+            weights_M = weights_M * model.count_trained([tokens.to(device) for tokens in mine])[:, 0]
+        weights = iter(weights_M)
 
         def add(pieces: StagePieces, output: LossOutput) -> None:
             if pieces.loss:
-                total.add_(output.cross_entropy * (next(counted) < len(batches)))
+                weight = next(weights)
+                totals_2.add_(torch.stack([output.cross_entropy * weight, weight]))
             if rooms_L2 is not None and output.received_L2 is not None:
                 layers = model.moe_layers(pieces)
                 short.add_((output.received_L2 > rooms_L2[layers.start : layers.stop]).any())
 
         self.micro_batches.evaluate(mine, add)
-        (total,) = sums(self.mesh.group("dp_pp"), total)
-        value = wait_for(total.item)
-        return value, not has_limit or not sums(self.mesh.group("world"), short)[0].item()
+        (totals_2,) = sums(self.mesh.group("dp_pp"), totals_2)
+        total, weight = wait_for(totals_2.tolist)
+        mean = total / weight if weight else math.nan
+        return mean, not has_limit or not sums(self.mesh.group("world"), short)[0].item()
 
 
 PROMPT_TOKENS = 16

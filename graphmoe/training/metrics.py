@@ -24,7 +24,7 @@ from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.machine import device_name
 from graphmoe.run.metrics_file import BESIDE_STEPS, cut_metrics
 from graphmoe.runtime.host.files import LineFile
-from graphmoe.training.step_rows import CLIPPED, MASKED, RECEIVED, REPLICATED, StepRow
+from graphmoe.training.step_rows import CLIPPED, MASKED, RECEIVED, REPLICATED, TRAINED, StepRow
 from graphmoe.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ def to_json(
         "skipped_total": int(values["skipped_total"]),
     }
     others = RECEIVED[0], *REPLICATED, *MASKED, *CLIPPED
+    found |= {name: int(values[name]) for name in TRAINED if name in values}
     return found | {name: values[name] for name in others if name in values}
 
 

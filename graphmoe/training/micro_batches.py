@@ -37,19 +37,22 @@ class MicroBatches:
         self.model, self.execute, self.num_global = model, execute, plan.global_micro_batches
         self.overlap, self._lane = overlap, lane
         self.device = next(model.parameters()).device
+        self._weights: Tensor | None = None  # of the step's losses
 
-    def train(self, batches: Iterable[Tensor], add: Add) -> None:
+    def train(self, batches: Iterable[Tensor], add: Add, weights: Tensor | None = None) -> None:
         """Run forward and backward of token ids [micro_batch_size, seq_len + 1] each.
 
-        Gradients are means over micro-batches of all ranks. Syncs only if the dispatcher does.
+        Gradients are means over micro-batches of all ranks; ``weights`` [micro-batches, 1 + mtp_depth]
+        multiply their cross-entropies. Syncs only if the dispatcher does.
         """
+        self._weights = weights
         if (overlap := self._overlap_in_use()) is None:
-            for tokens in batches:
-                self._loss(tokens, add).backward()
+            for number, tokens in enumerate(batches):
+                self._loss(tokens, add, number).backward()
             return
 
         def run(number: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-            return (), self._loss(tokens, add, number % 2)  # two are in flight
+            return (), self._loss(tokens, add, number, number % 2)  # two are in flight
 
         stage, number = Stage(run, overlap=lambda: overlap), 0
         for number, tokens in enumerate(batches):  # noqa: B007  # ``run`` reads them
@@ -61,19 +64,22 @@ class MicroBatches:
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
         for tokens in batches:
-            self._forward(tokens, add)
+            self._forward(tokens, add, None)
 
     def _overlap_in_use(self) -> Overlap | None:
         dispatcher = self.model.dispatcher
         return self.overlap if dispatcher is not None and dispatcher.capacity is not None else None
 
-    def _loss(self, tokens: Tensor, add: Add, slot: int = 0) -> Tensor:
+    def _loss(self, tokens: Tensor, add: Add, number: int, slot: int = 0) -> Tensor:
         with self._lane(slot) if self._lane else nullcontext():
-            return self._forward(tokens, add).total / self.num_global
+            return self._forward(tokens, add, self._weights_of(number)).total / self.num_global
 
-    def _forward(self, tokens: Tensor, add: Add) -> LossOutput:
+    def _weights_of(self, number: int) -> Tensor | None:
+        return None if self._weights is None else self._weights[number]
+
+    def _forward(self, tokens: Tensor, add: Add, weights: Tensor | None) -> LossOutput:
         tokens = tokens.to(self.device, non_blocking=True)
-        output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
+        output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute, weights)
         add(self.model.stages[0], output)
         return output
 
@@ -128,8 +134,8 @@ class Pipelined(MicroBatches):
             for number in self.stages
         }
 
-    def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        self._begin(batches, add, self._waiting_steps)
+    def train(self, batches: Iterable[Tensor], add: Add, weights: Tensor | None = None) -> None:
+        self._begin(batches, add, self._waiting_steps, weights)
         self.pipeline.train()
         if self.overlap:
             self.overlap.settle()
@@ -138,9 +144,11 @@ class Pipelined(MicroBatches):
         self._begin(batches, add, 1)
         self.pipeline.evaluate(len(batches))
 
-    def _begin(self, batches: Iterable[Tensor], add: Add, waiting: int) -> None:
+    def _begin(
+        self, batches: Iterable[Tensor], add: Add, waiting: int, weights: Tensor | None = None
+    ) -> None:
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
-        self._add = add
+        self._add, self._weights = add, weights
         program = torch.is_grad_enabled(), self.model.dispatchers  # each program of a ReceiveLadder differs
         self.channels.by_host = self._num_run[program] < waiting
         if waiting and self.channels.has_nccl and not self._num_run[program]:
@@ -159,7 +167,8 @@ class Pipelined(MicroBatches):
         pieces, tokens = self.stages[number], self._batches[micro_batch]
         in_lane = self._lane if torch.is_grad_enabled() else None
         with in_lane((number, self._lanes[number, micro_batch])) if in_lane else nullcontext():
-            output = self.model.stage(pieces, received, tokens[:, :-1], tokens[:, 1:], self.execute)
+            given = tokens[:, :-1], tokens[:, 1:], self.execute, self._weights_of(micro_batch)
+            output = self.model.stage(pieces, received, *given)
         self._add(pieces, output)
         return output.carried, output.total / self.num_global
 

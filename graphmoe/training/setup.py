@@ -60,7 +60,7 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
     ladder = receive_ladder(plan, mesh, ranks, model, device, capture, fused=execution.fuses)
     train_step = TrainStep(plan, optimizer, micro_batches, mesh, execution.backends)
     steps = Steps(train_step, _rows(plan, model, device), heartbeat, capture, ladder)
-    validation = Validation(plan.train, corpus, micro_batches, mesh, heartbeat, ladder)
+    validation = Validation(plan, corpus, micro_batches, mesh, heartbeat, ladder)
     trace = _trace(plan, step, folder, ranks, steps, heartbeat, capture)
     profile = None
     if isinstance(micro_batches, Pipelined) and plan.profile.pipeline:
@@ -115,6 +115,7 @@ def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
         planned=dispatcher is not None and dispatcher.capacity is not None,
         replicated=dispatcher is not None and plan.replica_slots > 0,
         masked=plan.data.document_mask,
+        ignores=plan.ignores_labels,
         clipped=plan.optim.qk_clip > 0,
     )
 

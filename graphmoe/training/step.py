@@ -16,10 +16,10 @@ from graphmoe.plan.plan import Plan
 from graphmoe.runtime.capture import Capture, CapturedStep
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat
-from graphmoe.runtime.ranks import Mesh
+from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
 from graphmoe.training.micro_batches import MicroBatches, rooms_of
-from graphmoe.training.step_rows import StepRows, device_row
+from graphmoe.training.step_rows import TRAINED, StepRows, device_row
 from graphmoe.training.step_sums import ForcedLoads, StepSums, Totals
 
 
@@ -77,10 +77,24 @@ class TrainStep:
 
     def forward_backward(self, batches: Iterable[Tensor]) -> Totals:
         """Run this rank's micro-batches; sum the results over ranks."""
-        sums = StepSums(self.model, self.routers, self.micro_batches.device)
+        device = self.micro_batches.device
+        added = StepSums(self.model, self.routers, device)
+        weights, trained = None, dict[str, Tensor]()
+        if self.plan.ignores_labels:
+            batches = [tokens.to(device, non_blocking=True) for tokens in batches]
+            # before the weights' gathers, which the same communicator may run in order
+            weights, trained = self._loss_weights(batches)
         self.optimizer.start_gather()
-        self.micro_batches.train(batches, sums.add)
-        return sums.reduce(self.plan, self.mesh)
+        self.micro_batches.train(batches, added.add, weights)
+        totals = added.reduce(self.plan, self.mesh)
+        return totals._replace(scalars=totals.scalars | trained)
+
+    def _loss_weights(self, batches: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        # The mean of micro-batches' weighted means is that over the trained tokens of the global batch.
+        counts_MD = self.model.count_trained(batches)
+        (trained_D,) = sums(self.mesh.group("dp"), counts_MD.sum(dim=0))
+        weights_MD = counts_MD * (self.plan.global_micro_batches / trained_D.clamp_min(1))
+        return weights_MD, {TRAINED[0]: trained_D[0]}
 
     def _overflow(self, totals: Totals) -> dict[str, Tensor]:
         # A layer that received more than its capacity makes the step a no-op.

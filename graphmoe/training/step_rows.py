@@ -23,6 +23,8 @@ RECEIVED = ("receive_load", "void")
 REPLICATED = ("planned_rank_load", "replicas", "replica_gb")
 # scalars with ``data.document_mask``: the mean number of keys that a position attends to
 MASKED = ("attended_keys",)
+# scalars if labels may be ignored: labels of the global batch that are not
+TRAINED = ("trained_tokens",)
 # scalars with ``optim.qk_clip``: the bound of all attention logits
 CLIPPED = ("max_logit",)
 Interval = tuple[tuple[Moment, Moment], ...]  # start and end of each part between pauses
@@ -52,7 +54,7 @@ def device_row(
     load_LE = over_mean(counts_LE)
     of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
     scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_LE.new_ones(())}
-    names = names_of(*(names[0] in scalars for names in (RECEIVED, REPLICATED, MASKED, CLIPPED)))
+    names = names_of(*(names[0] in scalars for names in (RECEIVED, REPLICATED, MASKED, TRAINED, CLIPPED)))
     row = [torch.stack([scalars[name].float() for name in names]), load_LE.flatten()]
     return torch.cat(row if received_L2 is None else [*row, received_L2.flatten().float()])
 
@@ -61,8 +63,11 @@ def over_mean(counts_LX: Tensor) -> Tensor:
     return counts_LX / counts_LX.float().mean(dim=1, keepdim=True).clamp_min(1e-9)
 
 
-def names_of(planned: bool, replicated: bool, masked: bool = False, clipped: bool = False) -> tuple[str, ...]:
-    return SCALARS + RECEIVED * planned + REPLICATED * replicated + MASKED * masked + CLIPPED * clipped
+def names_of(
+    planned: bool, replicated: bool, masked: bool = False, ignores: bool = False, clipped: bool = False
+) -> tuple[str, ...]:
+    first = SCALARS + RECEIVED * planned + REPLICATED * replicated
+    return first + MASKED * masked + TRAINED * ignores + CLIPPED * clipped
 
 
 class StepRows:
@@ -77,10 +82,11 @@ class StepRows:
         planned: bool = False,
         replicated: bool = False,
         masked: bool = False,
+        ignores: bool = False,
         clipped: bool = False,
     ) -> None:
         """``capacity``: most rows between reads; ``experts``: MoE layers, experts of each."""
-        self._names, self._experts = names_of(planned, replicated, masked, clipped), experts
+        self._names, self._experts = names_of(planned, replicated, masked, ignores, clipped), experts
         on_gpu = device.type == "cuda"
         self._end = len(self._names) + math.prod(experts)
         self._host = torch.zeros(capacity, self._end + 2 * experts[0] * planned, pin_memory=on_gpu)

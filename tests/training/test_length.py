@@ -85,6 +85,7 @@ FEW = "validation has 1 micro-batch, less than train.val_batches=2; .* train.val
 def test_a_validation_of_less_than_is_asked_for_is_said(caplog, train, samples, level, said):
     val = SimpleNamespace(num_samples=samples)
     caplog.set_level("INFO")
-    Validation(train, Corpus(val, val), None, None, None, None)  # type: ignore[arg-type]
+    plan = SimpleNamespace(train=train, ignores_labels=False)
+    Validation(plan, Corpus(val, val), None, None, None, None)  # type: ignore[arg-type]
     assert [record.levelname for record in caplog.records] == [level] * (level is not None)
     assert re.search(said, caplog.text)

@@ -168,9 +168,9 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
     table = step.plan.pipeline.table if step.plan.pipeline else None
     count, train = step.plan.num_micro_batches if table else 1, micro_batches.train
 
-    def watched(batches: Iterable[Tensor], add: Add) -> None:
+    def watched(batches: Iterable[Tensor], add: Add, weights: Tensor | None = None) -> None:
         watch.phase = "forward"
-        train(batches, add)
+        train(batches, add, weights)
         watch.phase = "update"
 
     micro_batches.train = watched  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
             raise ConfigError(f"launch.nodes={count}, but {step}; use auto, or srun --nodes={count}")
         first, endpoint = _of_slurm("NODEID") == "0", launch.endpoint or _slurm_endpoint()
         return Nodes(count, first, endpoint, _step_name(), address_towards(endpoint))
-    endpoint = launch.endpoint or (f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if pods else "")
+    endpoint = launch.endpoint or (f"{environ['MASTER_ADDR']}:{_port()}" if pods else "")
     if not endpoint:
         raise ConfigError(
             f"launch.nodes={count} without a Slurm step of {count} nodes needs a rendezvous address; give "
@@ -119,7 +119,7 @@ def started_by() -> str | None:
         shown = ", ".join(f"{key}={value}" for key, value in zip(_TORCHS, values, strict=True))
         raise ConfigError(f"{name} started this process, but does not say which rank it is: {shown}")
     of_rank, of_all, local_rank, local_size = (int(value) for value in values if value is not None)
-    if of_all % local_size or of_rank >= of_all or local_rank >= local_size:
+    if not local_size or of_all % local_size or of_rank >= of_all or local_rank >= local_size:
         raise ConfigError(
             f"{name} started {number_of(of_all, 'rank')}, {local_size} on this node; each node must have "
             "the same number"
@@ -134,7 +134,7 @@ def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         again = "the port was free a moment ago, so start the same command again"
         instead = again if LAUNCHER_PID in environ else "set another MASTER_PORT"
-        return f"{environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0)}", instead
+        return f"{environ['MASTER_ADDR']}:{_port()}", instead
     one_node = environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
     by_mpirun = bool(environ.get("OMPI_COMM_WORLD_SIZE"))  # processes of different steps in a Slurm job
     if launch.endpoint is not None:
@@ -230,11 +230,16 @@ def _check_pods(count: int, pods: int, nproc: int) -> None:
         raise ConfigError(f"{said}; use launch.nproc={num_ranks() // pods}")
 
 
-def _number(variable: str, default: int) -> int:
+def _number(variable: str, default: int, least: int = 1, most: int = 2**31 - 1) -> int:
     value = os.environ.get(variable) or str(default)
-    if not value.isdecimal():
-        raise ConfigError(f"{variable}={value} in the environment must be a number; unset it")
+    if not (value.isascii() and value.isdecimal() and least <= int(value[:12]) <= most):
+        said = f"{variable}={value} in the environment must be a number from {least} to {most}"
+        raise ConfigError(f"{said}; correct or unset it")
     return int(value)
+
+
+def _port() -> int:
+    return _number("MASTER_PORT", 0, most=65_535)
 
 
 def _nodes_of_step() -> int:
@@ -260,7 +265,7 @@ def _slurm_endpoint() -> str:
 
 
 def _slurm_port() -> int:
-    return _FIRST_PORT + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % _PORTS
+    return _FIRST_PORT + (_number("SLURM_JOB_ID", 0, least=0) + 101 * _number("SLURM_STEP_ID", 0, least=0)) % _PORTS
 
 
 def _slurm_hosts(nodes: str) -> list[str]:

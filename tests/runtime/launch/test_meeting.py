@@ -158,6 +158,10 @@ OF_STEP = {**ALONE, "SLURM_STEP_NUM_NODES": "2"}
         ({"WORLD_SIZE": "16", "PET_NNODES": "2"}, LaunchConfig(), "on 2 pods, .*; use launch.nproc=8"),
         ({}, LaunchConfig(nodes=4), "launch.nodes=4, but the job has 2 pods"),
         ({"WORLD_SIZE": "two"}, LaunchConfig(), "WORLD_SIZE=two in the environment must be a number"),
+        ({"WORLD_SIZE": "9" * 99}, LaunchConfig(), "WORLD_SIZE=9+ in the environment must be a number"),
+        ({"MASTER_PORT": "abc"}, LaunchConfig(), "MASTER_PORT=abc in the environment must be a number"),
+        ({"MASTER_PORT": "99999"}, LaunchConfig(), "MASTER_PORT=99999 .* from 1 to 65535; correct or"),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, LaunchConfig(), "SLURM_STEP_NUM_TASKS=x in the environment"),
         (OF_STEP, LaunchConfig(), "SLURM_NODEID is not set"),
         (OF_STEP, LaunchConfig(nodes=4), "the Slurm step has 2"),
     ],
@@ -172,6 +176,13 @@ def test_nodes_are_those_of_a_slurm_step_or_pods(monkeypatch, variables, launch,
     assert (nodes.count, nodes.is_first) == found[:2] and nodes.endpoint.startswith(found[2])
     assert launch.nodes != "auto" or (num_nodes(), is_first_node()) == found[:2]
     assert nodes.count == 1 or "SLURM_NODEID" in variables or nodes.job == f"graphmoe-{nodes.endpoint}"
+
+
+def test_a_node_without_ranks_is_refused(monkeypatch):
+    values = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}
+    monkeypatch.setattr("os.environ", values)
+    with pytest.raises(ConfigError, match="torchrun started 2 ranks, 0 on this node"):
+        started_by()
 
 
 def test_a_worker_of_a_pod_is_its_only_rank(monkeypatch):

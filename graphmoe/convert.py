@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import json
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,22 +19,16 @@ from graphmoe.config.arguments import emit, parse_args, parse_size, run_tool
 from graphmoe.config.progress import counting, working
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
-from graphmoe.run.stored import FolderKind, kind_of, run_tokenizer
+from graphmoe.run.stored import FolderKind, kind_of
 
 if TYPE_CHECKING:
     import torch
 
     from graphmoe.checkpoint.hf.tensor_files import Index
+    from graphmoe.run.tokenizer_files import TokenizerSource
 
 Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
 Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
-TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
-    f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config")
-)
-TOKENIZER_FILES = (
-    *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model", "chat_template.jinja"),
-)
 
 
 class WeightDtype(enum.Enum):
@@ -134,10 +126,8 @@ class Source:
     config: ModelConfig
     dtypes: dict[str, torch.dtype]
     read: Callable[[str, Index], torch.Tensor]
-    token_ids: dict[str, Any]
-    tokenizer: Path  # tokenizer.json, possibly missing; its other files are beside it
+    tokenizer: TokenizerSource
     step: int | None = None
-    end_token: str | None = None  # end-of-document token of a run's data, for the tokenizer's files
 
 
 def convert(args: ConvertArgs) -> dict[str, Any]:
@@ -150,13 +140,16 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
     from graphmoe.checkpoint.hf.pieces import pieces
     from graphmoe.checkpoint.hf.tensor_files import in_fp8
-    from graphmoe.run.weights import option_name, own_pieces, train_command, write_weights
+    from graphmoe.run.tokenizer_files import write_tokenizer
+    from graphmoe.run.weights import option_name, own_pieces, train_command, tuned, write_weights
 
     started = time.monotonic()
     wanted = None if args.dtype is WeightDtype.keep else getattr(torch, args.dtype.value)
     with working(f"reading {args.from_}"):
         source = _open(args, kind, wanted)
     named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
+    named = tuned(named) if kind is FolderKind.hf else named
+    token_ids = source.tokenizer.token_ids
     dtypes = {name: wanted or found for name, found in source.dtypes.items()}
     dtypes |= {name: torch.float32 for name in dtypes if name.endswith(".selection_bias")}
     shapes = shapes_of(named)
@@ -172,13 +165,13 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     with counting("writing", sum(entry.num_bytes for entry in entries)) as on_bytes:
         max_bytes = parse_size("max_shard_size", args.max_shard_size, least=1)
         if family is None:
-            meta = {"source": str(args.from_), "step": source.step, "token_ids": source.token_ids}
+            meta = {"source": str(args.from_), "step": source.step, "token_ids": token_ids}
             files = write_weights(args.to, named, entries, meta, max_bytes=max_bytes, on_bytes=on_bytes)
         else:
             files = write_hf(
-                args.to, raw, entries, max_bytes=max_bytes, token_ids=source.token_ids, on_bytes=on_bytes
+                args.to, raw, entries, max_bytes=max_bytes, token_ids=token_ids, on_bytes=on_bytes
             )
-    files += _write_tokenizer(source, args.to)
+    files += write_tokenizer(source.tokenizer, args.to, named.context_length)
     return {
         "from": str(args.from_),
         "from_kind": kind.name,
@@ -197,7 +190,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
 
 
 def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> Source:
-    from graphmoe.run.weights import open_folder, read_run, start_token_ids
+    from graphmoe.run.tokenizer_files import TOKENIZER, TokenizerSource, tokenizer_of_run
+    from graphmoe.run.weights import open_folder, read_run
 
     folder = args.from_
     if kind is not FolderKind.run:
@@ -208,34 +202,13 @@ def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> So
         if kind is FolderKind.graphmoe:
             dtypes = {name: found.files.dtype([name]) for name in found.shapes}
         read = functools.partial(found.read, dtype=wanted or own)
-        return Source(kind, found.config, dtypes, read, found.token_ids, folder / TOKENIZER)
+        tokenizer = TokenizerSource(folder / TOKENIZER, found.token_ids)
+        return Source(kind, found.config, dtypes, read, tokenizer)
     config, state, step = read_run(folder, args.step, (args.attention, args.layer))
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    path, end, token = run_tokenizer(folder)
-    ids = start_token_ids(folder) | ({} if end is None else {"eos_token_id": end})
-    return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
-
-
-def _write_tokenizer(source: Source, to: Path) -> list[Path]:
-    places = {name: source.tokenizer.with_name(name) for name in TOKENIZER_FILES}
-    places[TOKENIZER] = source.tokenizer
-    found = {name: path for name, path in places.items() if path.is_file()}
-    made: dict[str, dict[str, Any]] = {}
-    if source.end_token is not None:
-        # A file beside the tokenizer would describe the model that the tokenizer is from.
-        found.pop(GENERATION_CONFIG, None)
-        made[GENERATION_CONFIG] = source.token_ids
-        if TOKENIZER_CONFIG not in found:
-            made[TOKENIZER_CONFIG] = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": source.end_token,
-                "model_max_length": source.config.context_length,
-                "clean_up_tokenization_spaces": False,
-            }
-    for name, document in made.items():
-        (to / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    copied = (Path(shutil.copyfile(path, to / name)) for name, path in found.items())
-    return [*copied, *(to / name for name in made)]
+    return Source(
+        kind, config, dtypes, lambda name, index: state[name][index], tokenizer_of_run(folder), step
+    )
 
 
 if __name__ == "__main__":

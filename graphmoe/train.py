@@ -152,11 +152,11 @@ def train(config: RunConfig) -> float | None:
     config = with_decided_keys(config, Path(HydraConfig.get().runtime.output_dir))
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
-    starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from
-    if starts_elsewhere and nodes.is_first:
+    checkpoint = config.checkpoint
+    if (checkpoint.resume_from or checkpoint.init_from or checkpoint.export) and nodes.is_first:
         from graphmoe.training.start_checks import check_start  # imports the model, else not needed here
 
-        base, resume = Path(HydraConfig.get().runtime.output_dir), config.checkpoint.resume
+        base, resume = Path(HydraConfig.get().runtime.output_dir), checkpoint.resume
         check_start(config, next_folder(base, to_plain(config), resume=resume))
     alone = nodes.count == config.launch.nproc == 1 and not config.launch.max_restarts
     summary = _train_here(config) if alone and not sweeps else _train_in_workers(config, nodes)

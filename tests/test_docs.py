@@ -184,7 +184,7 @@ def check_command(page, line, folder):
     if tool == "graphmoe.project" and words:
         own, words = split_words(words, ProjectArgs, tool, [])
         args = parse_args(ProjectArgs, own, prog=tool)
-        check_hydra_words(words, folder, functools.partial(completed, args=args))
+        check_hydra_words(read_words(words), folder, functools.partial(completed, args=args))
     elif hasattr(module, "hydra_app"):
         check_hydra_words(read_words(words), folder, getattr(module, "with_some_batch", None))
     elif tool == "graphmoe.worker":

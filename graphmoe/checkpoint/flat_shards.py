@@ -5,6 +5,7 @@ Checkpoints hold whole parameters, so they do not depend on the parallel layout.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +71,10 @@ class FlatShard:
 
     def boxes(self) -> list[Box]:
         """Return the fewest boxes that make up the shard."""
+        return self._boxes
+
+    @functools.cached_property
+    def _boxes(self) -> list[Box]:
         if self.shape.numel() == 0:
             # one box for a parameter without elements, so that its name and shape are saved
             return [Box((0,) * len(self.shape), tuple(self.whole_shape), 0, (0,) * len(self.shape))]

@@ -17,6 +17,7 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -39,6 +40,7 @@ from graphmoe.runtime.host.signals import Interrupted
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
 Complete = Callable[[RunConfig], RunConfig]
+START = "checkpoint.init_from"
 _SLASHES = re.compile(r"(?<=[^=,/'\"])/+(?=['\"]?(,|$))")  # ends of names of folders, as shells complete them
 
 
@@ -122,36 +124,48 @@ def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
     """Return Hydra's command line; a folder in model= or checkpoint.init_from becomes a model option."""
     words = [_SLASHES.sub("", word) if word.startswith("model=") else word for word in run_words(argv)]
     given = {override.key_or_group: override for override in parsed(words)[0]}
-    key, chosen, start = "model", given.get("model"), given.get("checkpoint.init_from")
+    key, chosen, start = "model", given.get("model"), given.get(START)
     is_free = "experiment" not in given and not {*OTHER_SOURCES} & {*words}  # which may choose a model
-    if not chosen and start and is_free and is_model_folder(str(start.value())):
-        key, chosen = "checkpoint.init_from", start
-        words.append(f"model={hydra_value(str(start.value()).rstrip('/'))}")
+    if not chosen and start and is_free and all(map(is_model_folder, _names(start))):
+        key, chosen = START, start
+        if start.is_choice_sweep():  # the model of each job sets it
+            words = [word for word in words if word != start.input_line]
+        words.append(f"model={','.join(hydra_value(name.rstrip('/')) for name in _names(start))}")
     if chosen is None or chosen.is_delete():
         return words
-    names = chosen.sweep_string_iterator() if chosen.is_choice_sweep() else [chosen.value()]
     resumed = given.get("checkpoint.resume_from")
+    is_resumed = resumed is not None and resumed.value() is not None
+    is_random = start is not None and start.value() is None and not is_resumed
     code = [str(given[name].value()) for name in ("model.attention", "model.layer") if name in given]
-    for name in {*map(str, names)} - {*options("model", [*own_folders(words)])}:
+    for name in {*_names(chosen)} - {*options("model", [*own_folders(words)])}:
         if is_model_folder(name):
             if prog:
                 starting(prog)
-            _store_model(key, name.rstrip("/"), code, is_start=resumed is None or resumed.value() is None)
+            _store_model(key, name.rstrip("/"), code, is_resumed=is_resumed, is_random=is_random)
     return words
 
 
-def _store_model(key: str, name: str, code: Sequence[str], *, is_start: bool) -> None:
-    from graphmoe.run.weights import model_of, option_name  # imports torch
+def _names(chosen: Override) -> list[str]:
+    return [*map(str, chosen.sweep_string_iterator() if chosen.is_choice_sweep() else [chosen.value()])]
+
+
+def _store_model(key: str, name: str, code: Sequence[str], *, is_resumed: bool, is_random: bool) -> None:
+    from graphmoe.run.weights import model_of, option_name, tuned  # imports torch
 
     folder = Path(os.path.expanduser(name))
     try:
-        config, has_weights = model_of(folder, code)
+        config, has_weights, compute = model_of(folder, code)
+        if key == START and not has_weights:
+            raise ConfigError(f"the folder has no weights; model={name} takes its model alone")
     except ConfigError as error:
         raise ConfigError(f"{key}={name}: {error}") from error
     # The folder is untrusted: only keys of the model are read, and nothing in it is interpolated.
-    model = OmegaConf.structured(replace(config, name=option_name(config.name)))
-    node = {"model": OmegaConf.to_container(model, enum_to_str=True)}
-    if has_weights and is_start:
+    is_tuned = compute is not None and not is_random
+    config = replace(tuned(config) if is_tuned else config, name=option_name(config.name))
+    node = {"model": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)}
+    if compute is not None and is_tuned:
+        node["precision"] = {"compute": compute.name}
+    if has_weights and not is_resumed:
         node["checkpoint"] = {"init_from": str(folder)}
     *group, option = filter(None, f"model/{name}".split("/"))
     ConfigStore.instance().store(option, node, "/".join(group), package="_global_")

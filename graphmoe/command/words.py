@@ -43,7 +43,7 @@ OFTEN_SET = """
     optim.lr optim.warmup_steps optim.schedule
     graph.scope recompute.all
     launch.nproc parallel.ep parallel.pp parallel.tp
-    checkpoint.interval checkpoint.init_from run.name
+    checkpoint.interval checkpoint.init_from checkpoint.export run.name
 """
 FOOTER = """\
 --help=all   all keys                     --cfg job       print the configuration and stop

@@ -150,9 +150,8 @@ class OptimConfig:
 
     def decay_steps(self, total_steps: int) -> range:
         """Return the steps, from 0, in which the learning rate decays."""
-        start = self.warmup_steps
-        if self.schedule == "wsd":
-            start = total_steps - max(round(total_steps * self.wsd_decay_fraction), 1)
+        decaying = max(round(total_steps * self.wsd_decay_fraction), 1)
+        start = total_steps - decaying if self.schedule == "wsd" else self.warmup_steps
         return range(start, max(total_steps, start + 1))
 
 
@@ -189,10 +188,9 @@ class PrecisionConfig:
     """Number formats; master weights, gradients, moments, router and loss are fp32."""
 
     compute: ComputeDtype = ComputeDtype.auto
-    """Weights and activations: bf16, fp32, or auto (bf16 on GPU)."""
+    """Weights and activations: bf16, fp32, or auto (bf16 on GPU); default: as in model=FOLDER, or auto."""
     fp8: Fp8Recipe = Fp8Recipe.none
-    """fp8 GEMM scaling, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32), or auto
-    (by the GPU; needs fp8_measure)."""
+    """fp8 GEMM scaling: none, rowwise, tensorwise, blockwise, mxfp8, or auto (docs/precision.md)."""
     fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
     """GEMMs in fp8: experts, attn, mlp, shared_experts."""
     fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
@@ -255,6 +253,8 @@ class CheckpointConfig:
     """Weights to load: Hugging Face, graphmoe.convert, or run folder; without model= its model too."""
     other_tokenizer: bool = False
     """Accept weights trained with another tokenizer."""
+    export: Annotated[str, PATH] | None = None
+    """New folder for the weights at the end, in Hugging Face's format (docs/finetuning.md)."""
 
 
 @dataclass

@@ -198,7 +198,7 @@ class ModelConfig:
     z_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
     """Weight of the router's z-loss (mean squared logsumexp of logits), >= 0."""
     peak_lr: Annotated[float, POSITIVE] = 3e-4
-    """Recommended peak learning rate for optim=adamw, > 0."""
+    """Recommended peak learning rate for optim=adamw, > 0; 1e-5 with weights of a Hugging Face folder."""
     mtp_depth: Annotated[int, NOT_NEGATIVE, MANY_LAYERS] = 0
     """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
     mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3

@@ -23,6 +23,7 @@ DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", DEEPSEEK_END, "[EOD]", "[EOS]", "</s>", "<eos>")
 TRAINED_END = 0  # id of the end token of a tokenizer that `train_bpe` trains
 FILE = "tokenizer.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of a published config.json
 # the tokenizers library takes time for each id below the largest: 10 s for 1e9, several times
 LARGEST_ID = 2**24 - 1
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

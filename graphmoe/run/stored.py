@@ -33,6 +33,14 @@ log = logging.getLogger(__name__)
 META_FILE = "weights.json"  # only in folders of weights in our format
 
 
+class WeightsMeta(msgspec.Struct):
+    """Fields read from weights.json."""
+
+    format: str
+    model: str
+    token_ids: dict[str, int | list[int] | None] | None = None
+
+
 class StoredPrecision(msgspec.Struct):
     compute: str | None = None
 
@@ -98,18 +106,23 @@ class FolderKind(enum.Enum):
 
 
 def kind_of(folder: Path) -> FolderKind:
-    """Return a folder's kind by its files; weights take precedence over a run. *Raises* ConfigError."""
-    if (folder / META_FILE).is_file():
-        return FolderKind.graphmoe
-    if (folder / "config.json").is_file():
-        return FolderKind.hf
-    if config_file(folder):
-        return FolderKind.run
+    """Return a folder's kind. *Raises* ConfigError."""
+    if kind := kind_if_any(folder):
+        return kind
     why = "holds no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
         f"{folder} {why}; give a Hugging Face folder (config.json), a folder that "
         f"graphmoe.convert wrote ({META_FILE}), or a run's folder ({CONFIG_FILE}){near_path(folder)}"
     )
+
+
+def kind_if_any(folder: Path) -> FolderKind | None:
+    """Return a folder's kind by its files; weights take precedence over a run."""
+    if (folder / META_FILE).is_file():
+        return FolderKind.graphmoe
+    if (folder / "config.json").is_file():
+        return FolderKind.hf
+    return FolderKind.run if config_file(folder) else None
 
 
 def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:

@@ -6,14 +6,16 @@ a run's ``resolved.yaml``, are untrusted: types are checked, and interpolations 
 
 import json
 import logging
+import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import yaml
 from omegaconf import OmegaConf
@@ -32,17 +34,17 @@ from graphmoe.config.progress import working
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
-from graphmoe.data.tokenizer import find_tokenizer
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.rules import violations
 from graphmoe.run.files import hydra_value
-from graphmoe.run.stored import META_FILE, FolderKind, config_file, kind_of, read_stored_run
+from graphmoe.run.stored import META_FILE, FolderKind, WeightsMeta, config_file, kind_of, read_stored_run
 
 log = logging.getLogger(__name__)
 
 FORMAT = "graphmoe-weights-1"
 STEM = "weights"
 OPTIONS = "model"
+FINE_TUNING_LR = 1e-5  # about a thirtieth of pretraining's; larger ones lose what the weights know
 Named = Collection[str | None]  # plug-ins that a file may name because its reader has named them
 
 
@@ -105,14 +107,36 @@ def _take(
     return theirs
 
 
-def model_of(folder: Path, named: Named = ()) -> tuple[ModelConfig, bool]:
-    """Return any folder's ModelConfig, and whether it has weights. *Raises* ConfigError."""
+class FoundModel(NamedTuple):
+    config: ModelConfig
+    has_weights: bool
+    compute: ComputeDtype | None = None  # of the weights of a Hugging Face folder
+
+
+def model_of(folder: Path, named: Named = ()) -> FoundModel:
+    """Return the model of any folder. *Raises* ConfigError."""
     kind = kind_of(folder)
     if kind is FolderKind.run:
-        return run_config(folder, named), bool(saved_steps(run_of(folder.absolute()) / CHECKPOINTS))
-    if kind is FolderKind.hf and not has_weights(folder):
-        return read_hf_config(folder)[1], False
-    return open_folder(folder, kind, named).config, True
+        saved = saved_steps(run_of(folder.absolute()) / CHECKPOINTS)
+        return FoundModel(run_config(folder, named), bool(saved))
+    if kind is FolderKind.graphmoe:
+        return FoundModel(open_weights(folder, named).config, has_weights=True)
+    if not has_weights(folder):
+        return FoundModel(read_hf_config(folder)[1], has_weights=False)
+    found = open_hf(folder)
+    return FoundModel(found.config, has_weights=True, compute=_compute_of(found))
+
+
+def _compute_of(folder: OpenFolder) -> ComputeDtype:
+    elements = Counter[str]()  # a few tensors, such as routers, may be in fp32 in folders of bf16 or fp8
+    for header in folder.files.headers.values():
+        elements[header.dtype] += math.prod(header.shape)
+    return ComputeDtype.fp32 if elements.most_common(1)[0][0] == "F32" else ComputeDtype.bf16
+
+
+def tuned(config: ModelConfig) -> ModelConfig:
+    """Return the model of published weights, with the peak learning rate that suits training them further."""
+    return replace(config, peak_lr=FINE_TUNING_LR)
 
 
 def open_folder(folder: Path, kind: FolderKind, named: Named) -> OpenFolder:
@@ -172,14 +196,6 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
         raise MismatchError(f"{why}\n{error}") from error
 
 
-class WeightsMeta(msgspec.Struct):
-    """Fields read from weights.json."""
-
-    format: str
-    model: str
-    token_ids: dict[str, int | list[int] | None] | None = None
-
-
 def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
     """Open a folder in graphmoe's format and read its headers. *Raises* ConfigError."""
     meta = read_json(folder / META_FILE, WeightsMeta)
@@ -196,32 +212,6 @@ def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
     files.require_parts(config, str(path))
     shapes = shapes_of(config)
     return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {})
-
-
-def start_token_ids(run: Path) -> dict[str, Any]:
-    """Return begin and padding token ids of the weights that a run, or one before it, started from."""
-    places, seen = [run], set[Path]()
-    while places:
-        if (folder := places.pop(0).absolute()) in seen:
-            continue
-        seen.add(folder)
-        if (folder / META_FILE).is_file():
-            ids: Mapping[str, Any] = read_json(folder / META_FILE, WeightsMeta).token_ids or {}
-        elif (folder / "config.json").is_file():
-            ids = read_json(folder / "config.json", dict[str, Any])
-            of_text = ids.get("text_config")  # of a model of text and images
-            ids = {**ids, **of_text} if isinstance(of_text, dict) else ids
-        else:
-            if config_file(folder):
-                stored = read_stored_run(folder)[1]
-                start, tokenizer = stored.checkpoint, stored.data.tokenizer
-                # the tokenizer's path is absolute, that of a start may not be
-                places += [find_tokenizer(tokenizer, fetch=False).parent] if tokenizer else []
-                named = None if start.other_tokenizer else start.init_from or start.resume_from
-                places += [Path(named)] if named else []
-            continue
-        return {key: ids[key] for key in ("bos_token_id", "pad_token_id") if ids.get(key) is not None}
-    return {}
 
 
 def write_weights(

@@ -1,6 +1,7 @@
 """Builds a run's parts, from plan to trainer, and loads the state to start from."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build, receive_ladder
 from graphmoe.training.evaluation import Validation
 from graphmoe.training.executor import Execution
+from graphmoe.training.export import export
 from graphmoe.training.log_lines import start_block
 from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.micro_batches import MicroBatches, Pipelined, micro_batches_of
@@ -70,6 +72,7 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
     return Trainer(
         plan, folder, progress, ranks, device, corpus, loader, model, optimizer, saves, step, execution,
         heartbeat, steps, validation, trace, profile, writers[0] if writers else None,
+        partial(export, plan, folder, optimizer, ranks) if plan.checkpoint.export else None,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from graphmoe.run.machine import free_memory_of, memory_of
 from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.training.export import check_export
 from graphmoe.training.memory import chunk_bytes, in_flight, state_of_place
 
 log = logging.getLogger(__name__)
@@ -37,13 +38,15 @@ SURE = 0.9  # lower bound of activations over projected ones, which are within 5
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
-    """Check that resume_from or init_from is present, complete and of this model.
+    """Check that resume_from or init_from is present, complete and of this model; and the place of an export.
 
-    Reads shapes, not contents. Both are ignored if the run has a checkpoint. *Raises* ConfigError.
+    Reads shapes, not contents. Starts are ignored if the run has a checkpoint. *Raises* ConfigError.
     """
     checkpoint, model = config.checkpoint, config.model
     require_family(model.hf_family)
-    if own_folder is not None and saved_steps(own_folder / CHECKPOINTS):
+    is_continued = own_folder is not None and bool(saved_steps(own_folder / CHECKPOINTS))
+    check_export(config, is_continued=is_continued)
+    if is_continued:
         return
     try:
         if checkpoint.resume_from:

@@ -7,6 +7,7 @@ inside a step: it reads metrics at logging steps, of captured steps one step lat
 import itertools
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ class Trainer:
     trace: StepTrace | None  # None if no ``profile.steps`` are left
     pipeline_profile: PipelineProfile | None
     metrics: MetricsWriter | None  # writer of rank 0
+    export: Callable[[], None] | None = None  # writes the weights at the end; collective
     stopped_by: str | None = None  # signal that ended the run early
     first_step_s: float | None = None  # seconds from the command to the end of its first step
     # this rank's peak, and device memory in use after the last step, in GiB
@@ -97,6 +99,9 @@ class Trainer:
             if self.step not in self.saves.store.latest():
                 self._save(wait=True)
             self.saves.store.wait()
+            if self.export:
+                self.heartbeat.slow(f"the export to {self.plan.checkpoint.export}")
+                self.export()
             self.optimizer.gather()  # for readers of the model after training
             self.execution.keep_code()
             if self.ranks.is_first:

@@ -12,6 +12,7 @@ from graphmoe.command.hydra import read_words, to_config
 from graphmoe.command.words import run_words
 from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, convert
+from graphmoe.run.weights import tuned
 from tests.command.test_convert import CONFIG, random_model
 from tests.runs import hydra_config
 
@@ -64,19 +65,23 @@ def composed_of(*words):
 
 
 def test_a_folder_gives_model_and_weights(folder, monkeypatch):
-    taken = replace(CONFIG, name="hf", hf_family="deepseek_v3")
+    untuned = replace(CONFIG, name="hf", hf_family="deepseek_v3")
+    taken = tuned(untuned)
     monkeypatch.chdir(folder.parent)
     for word in (f"model={folder}", f"--model={folder}/", f"{folder}", f"checkpoint.init_from={folder}"):
         assert composed_of(word) == (taken, str(folder)), word
     assert composed_of("model=hf/") == composed_of("model=./hf") == (taken, "hf")
-    assert composed_of("model=shape", "model.top_k=1") == (replace(taken, name="shape", top_k=1), None)
-    assert composed_of("model=hf", "checkpoint.init_from=null") == (taken, None)
+    assert composed_of("model=shape", "model.top_k=1") == (replace(untuned, name="shape", top_k=1), None)
+    assert composed_of("model=hf", "checkpoint.init_from=null") == (untuned, None)
     assert composed_of("model=hf", "checkpoint.init_from=shape") == (taken, "shape")
     assert composed_of("model=hf", "checkpoint.resume_from=elsewhere") == (taken, None)
     assert composed_of("model=tiny", "checkpoint.init_from=hf")[0].name == "tiny"
     words = read_words(["-m", "model=hf/,./shape/,tiny", "train.steps=1"])
     assert words == ["-m", "model=hf,./shape,tiny", "train.steps=1"]
-    assert composed_of("model=./shape") == (replace(taken, name="shape"), None)
+    words = read_words(["-m", "checkpoint.init_from=hf,./hf", "train.steps=1"])
+    assert words == ["-m", "train.steps=1", "model=hf,./hf"]
+    assert [composed_of(word)[1] for word in ("model=hf", "model=./hf")] == ["hf", "hf"]
+    assert composed_of("model=./shape") == (replace(untuned, name="shape"), None)
 
 
 def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
@@ -84,7 +89,9 @@ def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
     hostile = {"train": {"steps": 9}, "auto_map": {"AutoConfig": "a.b"}, "attention": "os:x", "name": "${x}"}
     path.write_text(json.dumps(json.loads(path.read_text()) | hostile))
     folder.rename(tmp_path / "a $b")
-    assert composed_of(f"model='{tmp_path}/a $b/'")[0] == replace(CONFIG, name="a-b", hf_family="deepseek_v3")
+    assert composed_of(f"model='{tmp_path}/a $b/'")[0] == tuned(
+        replace(CONFIG, name="a-b", hf_family="deepseek_v3")
+    )
     convert(ConvertArgs(from_=tmp_path / "a $b", to=tmp_path / "own"))
     (option,) = (tmp_path / "own" / "model").iterdir()
     plain = option.read_text()

@@ -311,7 +311,7 @@ def multimodal(folder: Path, text: Any) -> Any:
     else:
         model.model.language_model.load_state_dict(text.model.state_dict())
         model.lm_head.load_state_dict(text.lm_head.state_dict())
-    model.save_pretrained(folder)
+    model.to(text.dtype).save_pretrained(folder)
     return model
 
 

@@ -35,6 +35,7 @@ from graphmoe.checkpoint.hf.tensor_files import (
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.config.untrusted import read_json
+from graphmoe.data.tokenizer import TOKEN_IDS
 from graphmoe.model.transformer import Transformer
 
 STEM = "model"
@@ -42,7 +43,6 @@ STEM = "model"
 NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^mtp\.")
 # Tensors that a folder may repeat; never fp8
 SHARED = ("embed.weight", "loss_head.head.weight")
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from graphmoe.model.blocks import (
     attended_pairs,
     column_parallel,
     cross_entropy_sum,
-    document_starts,
+    decoded,
     own_positions,
     tie_head,
 )
@@ -139,10 +139,10 @@ class Transformer(nn.Module):
             self.embed.weight.parallel = parallel  # type: ignore[union-attr]
         self._rope: tuple[Tensor, Tensor] | None = None
         self._own_rope: tuple[Tensor, Tensor] | None = None
-        self.end_token: int | None = None  # that documents end with; None: a sequence is one document
+        self.end_token: int | None = None  # of documents, or MARKED; None: a sequence is one document
 
     def mask_documents(self, end_token: int) -> None:
-        """Keep attention, positions and losses within documents; ``end_token`` ends one."""
+        """Keep attention, positions and losses within documents; ``end_token`` ends one, or is `MARKED`."""
         self.end_token = end_token
         for module in self.modules():
             if isinstance(module, DenseLayer | MoELayer):
@@ -152,9 +152,6 @@ class Transformer(nn.Module):
         masks = masks_of_layers(self.config, first_BS.shape[1])
         pairs = (attended_pairs(first_BS, *mask) * layers for mask, layers in masks.items())
         return torch.stack([*pairs]).sum() / self.config.num_layers
-
-    def _first(self, tokens_BS: Tensor) -> Tensor | None:
-        return None if self.end_token is None else document_starts(tokens_BS, self.end_token)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return next-token logits, fp32 [B, S, V]. *Raises* ConfigError if tp or cp splits them."""
@@ -167,7 +164,7 @@ class Transformer(nn.Module):
         return self.loss_head.logits(self.hidden(tokens_BS))
 
     def loss(self, tokens_BS: Tensor, labels_BS: Tensor, execute: Executor = run_segments) -> LossOutput:
-        """Return the losses of a micro-batch; label -100 is ignored. No device sync.
+        """Return the losses of a micro-batch, as `decoded` reads it; label -100 is ignored. No device sync.
 
         All cp and tp ranks pass whole sequences and get the same losses.
         """
@@ -185,11 +182,8 @@ class Transformer(nn.Module):
         """Run a stage on the tensors ``carried`` from the stage before. No device sync."""
         outputs: list[MoEOutput] = []
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
-        first_BS, attended = self._first(tokens_BS), None
-        if self.end_token is not None and first_BS is not None:
-            attended = self._attended(first_BS) * pieces.loss
-            # the token after an end token begins another document
-            labels_BS = labels_BS.masked_fill(tokens_BS == self.end_token, IGNORED)
+        tokens_BS, labels_BS, first_BS = decoded(tokens_BS, labels_BS, self.end_token)
+        attended = None if first_BS is None else self._attended(first_BS) * pieces.loss
         if pieces.embed:
             carried = (self._embed(tokens_BS, execute),)
         if len(pieces.layers):
@@ -262,9 +256,9 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_BS: Tensor) -> Tensor:
         """Return the states before the final norm, [B, S, D]."""
+        tokens_BS, _, first_BS = decoded(tokens_BS, tokens_BS, self.end_token)
         x_BSD, rope = self._embed(tokens_BS, run_segments), self.rope(tokens_BS.shape[1], tokens_BS.device)
-        layers, first_BS = range(len(self.layers)), self._first(tokens_BS)
-        return self._run_layers(x_BSD, layers, rope, run_segments, first_BS)[0]
+        return self._run_layers(x_BSD, range(len(self.layers)), rope, run_segments, first_BS)[0]
 
     def _run_layers(
         self,

@@ -21,7 +21,7 @@ from graphmoe.config.arguments import emit, parse_args, parse_size, run_tool
 from graphmoe.config.progress import counting, working
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
-from graphmoe.run.stored import FolderKind, kind_of, run_tokenizer
+from graphmoe.run.stored import FolderKind, kind_of, read_stored_run, run_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,10 @@ Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
 TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
     f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config")
 )
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model", CHAT_TEMPLATE),
 )
 
 
@@ -138,6 +139,7 @@ class Source:
     tokenizer: Path  # tokenizer.json, possibly missing; its other files are beside it
     step: int | None = None
     end_token: str | None = None  # end-of-document token of a run's data, for the tokenizer's files
+    template: str | None = None  # data.chat_template of a run, in place of the file beside the tokenizer
 
 
 def convert(args: ConvertArgs) -> dict[str, Any]:
@@ -212,13 +214,20 @@ def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> So
     config, state, step = read_run(folder, args.step, (args.attention, args.layer))
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     path, end, token = run_tokenizer(folder)
+    template = read_stored_run(folder)[1].data.chat_template
     ids = start_token_ids(folder) | ({} if end is None else {"eos_token_id": end})
-    return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
+
+    def read_state(name: str, index: Index) -> torch.Tensor:
+        return state[name][index]
+
+    return Source(kind, config, dtypes, read_state, ids, path, step, token, template)
 
 
 def _write_tokenizer(source: Source, to: Path) -> list[Path]:
     places = {name: source.tokenizer.with_name(name) for name in TOKENIZER_FILES}
     places[TOKENIZER] = source.tokenizer
+    if source.template is not None:
+        places[CHAT_TEMPLATE] = Path(source.template)
     found = {name: path for name, path in places.items() if path.is_file()}
     made: dict[str, dict[str, Any]] = {}
     if source.end_token is not None:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from tokenizers import Tokenizer
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, MoEConfig, TrainConfig
+from graphmoe.config.token_flags import ID_BITS
 from graphmoe.data import Corpus, first_batches
+from graphmoe.model.blocks import IGNORED, MARKED, decoded
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops import IN_USE
@@ -83,11 +85,13 @@ class Validation:
         numbers = range(index, index + len(batches), layout.dp)
         # ranks without batches left repeat the last one, since experts wait for tokens of all ranks
         mine = [batches[min(number, len(batches) - 1)] for number in numbers]
+        weights = self._weights(batches)
         counted = iter(numbers)
 
         def add(pieces: StagePieces, output: LossOutput) -> None:
             if pieces.loss:
-                total.add_(output.cross_entropy * (next(counted) < len(batches)))
+                number = next(counted)
+                total.add_(output.cross_entropy * (weights[number] if number < len(batches) else 0))
             if rooms_L2 is not None and output.received_L2 is not None:
                 layers = model.moe_layers(pieces)
                 short.add_((output.received_L2 > rooms_L2[layers.start : layers.stop]).any())
@@ -96,6 +100,13 @@ class Validation:
         (total,) = sums(self.mesh.group("dp_pp"), total)
         value = wait_for(total.item)
         return value, not has_limit or not sums(self.mesh.group("world"), short)[0].item()
+
+    def _weights(self, batches: Sequence[Tensor]) -> list[float]:
+        # batches differ in labels if flags leave some out: the mean is over labels
+        if (end := self.micro_batches.model.end_token) != MARKED:
+            return [1.0] * len(batches)
+        labels = [int((decoded(t[:, :-1], t[:, 1:], end)[1] != IGNORED).sum()) for t in batches]
+        return [count * len(batches) / max(sum(labels), 1) for count in labels]
 
 
 PROMPT_TOKENS = 16
@@ -145,7 +156,10 @@ def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
         if documents is None
         else (documents.tokens(number, 0, PROMPT_TOKENS) for number in range(documents.num_documents))
     )
-    texts = (tokenizer.decode(ids.tolist()).rstrip("\ufffd") for ids in itertools.islice(first, 100))
+    texts = (
+        tokenizer.decode([token & ID_BITS for token in ids.tolist()]).rstrip("\ufffd")
+        for ids in itertools.islice(first, 100)
+    )
     return next((text for text in texts if text.strip()), "")
 
 

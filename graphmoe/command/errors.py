@@ -132,14 +132,14 @@ USUAL_NAMES = {
     **dict.fromkeys(("qkv_bias", "add_qkv_bias"), "model.attention_bias"),
 }  # fmt: skip
 """Names that other trainers give to keys."""
-_ALL_COUNT = "every token of a document counts in the loss"
+_CHAT = "data=chat trains on answers alone, or as data.train_on says, which is assistant, all or field"
 ANSWERS = {
     "q?lora|peft|adapters?": "there are no adapters: all weights are trained, from those of a folder with "
     "checkpoint.init_from=FOLDER",
     r"reset_\w+|eod_mask_loss|doc\w*_mask": "data.document_mask=true keeps attention, positions and losses "
     "within a document",
-    r"\w*masks?|ignore_index": f"there is no mask of answers: {_ALL_COUNT}; data.document_mask=true keeps "
-    "attention and losses within a document",
+    r"\w*masks?|ignore_index|\w*on_(?:inputs|completions)\w*": f"{_CHAT}; data.document_mask=true keeps "
+    "attention and losses within a document of other sources",
     "dpo|ppo|grpo|rlhf|rewards?|preferences?": "there is no training by rewards or preferences",
     "muon": "optim=muon updates matrices by Muon and the rest by AdamW; its keys are those of optim",
     "shampoo|soap|lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizers are optim=adamw "
@@ -156,8 +156,7 @@ ANSWERS = {
     r"minimax\w*": "model=minimax_m2 is there",
     r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "the dense families are Llama 3, as "
     "model=llama3_8b, and Qwen3, as model=qwen3_8b; others are not there",
-    r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"there is no training on answers alone: {_ALL_COUNT}; "
-    "checkpoint.init_from=FOLDER data=files goes on with weights on your text",
+    r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"{_CHAT}; checkpoint.init_from=FOLDER goes on with weights",
     r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "
     "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
     r"\w*offload\w*": "nothing is moved to the host's memory; recompute=all, parallel.dp_shard=fsdp2 and a "

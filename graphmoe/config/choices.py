@@ -20,6 +20,7 @@ class SourceFacts(NamedTuple):
     reads: tuple[str, ...] | None = None  # optional keys of ``data``; None: any
     endless: bool = True
     end_key: str | None = None  # optional key that gives the source a token after each document
+    marks: bool = False  # its tokens have the flags of graphmoe.config.token_flags
 
     def ignores(self, key: str) -> bool:
         return self.reads is not None and key not in (*EVERY_SOURCE, *self.needs, *self.reads)
@@ -29,10 +30,14 @@ class SourceFacts(NamedTuple):
 EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir", "document_mask")
 _TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
 _HF = ("hf_config", "hf_split", "hf_val_split")
+_CHAT = ("chat_template", "train_on", "too_long")
 SOURCES = {
     "stdlib": SourceFacts(reads=(*_TEXT, "bpe_vocab_size"), endless=False),
     "files": SourceFacts(
         ("paths", "tokenizer"), (*_TEXT, "weights", "val_paths", "text_field"), endless=False
+    ),
+    "chat": SourceFacts(
+        ("paths", "tokenizer"), (*_TEXT, "weights", "val_paths", *_CHAT), endless=False, marks=True
     ),
     "hf": SourceFacts(("hf_name", "tokenizer"), (*_TEXT, *_HF, "text_field")),
     "memmap": SourceFacts(("paths",), (*_TEXT, "weights", "val_paths"), endless=False, end_key="tokenizer"),
@@ -107,6 +112,8 @@ ContextMethod = enum.StrEnum("ContextMethod", ("auto", "alltoall", "ring"))
 ComputeDtype = enum.StrEnum("ComputeDtype", ("auto", "bf16", "fp32"))
 Fp8WeightGrad = enum.StrEnum("Fp8WeightGrad", ("fp8", "bf16"))
 Fp8Measure = enum.StrEnum("Fp8Measure", ("auto", "none"))
+TrainOn = enum.StrEnum("TrainOn", ("assistant", "all", "field"))
+TooLong = enum.StrEnum("TooLong", ("truncate", "skip"))
 FP8_PRODUCTS = ("experts", "attn", "mlp", "shared_experts")
 DeviceChoice = enum.StrEnum("DeviceChoice", ("auto", "cpu", "cuda"))
 NumaBinding = enum.StrEnum("NumaBinding", ("auto", "none"))

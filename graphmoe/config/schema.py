@@ -16,6 +16,8 @@ from graphmoe.config.choices import (
     NumaBinding,
     OutputFormat,
     SourceFacts,
+    TooLong,
+    TrainOn,
 )
 from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AttentionBias as AttentionBias
@@ -37,20 +39,19 @@ from graphmoe.config.ranges import (
     BELOW_ONE,
     FP32,
     INT32,
-    MANY_RANKS,
     NOT_NEGATIVE,
     PATH,
     POSITIVE,
     SHARE,
     Count,
     CountOrZero,
-    RankCount,
     Size,
     is_path,
 )
 from graphmoe.config.ranges import ConfigError as ConfigError
 from graphmoe.config.sections import (
     GraphConfig,
+    LaunchConfig,
     ModelConfig,
     MoEConfig,
     ParallelConfig,
@@ -65,13 +66,14 @@ class DataConfig:
     """Token source and packing."""
 
     source: Annotated[str, DATA_SOURCES] = "stdlib"
-    """stdlib (Python's own library), files, hf, memmap (.bin/.idx), synthetic, or package.module:NAME."""
+    """stdlib (Python's own library), files, chat (conversations), hf, memmap (.bin/.idx), synthetic, or
+    package.module:NAME."""
     seq_len: Size | None = None
     """Tokens per sequence, > 0; default: model.context_length, at most 4096."""
     seed: int = 0
     """Seed of document order, sequence order and synthetic tokens."""
     paths: Annotated[list[str], PATH] = field(default_factory=list)
-    """Training files, globs or folders (files), or .bin/.idx prefixes (memmap)."""
+    """Training files, globs or folders (files, chat), or .bin/.idx prefixes (memmap)."""
     weights: list[float] = field(default_factory=list)
     """Token share of each path, such as [0.7,0.3]; []: by length."""
     val_paths: Annotated[list[str], PATH] = field(default_factory=list)
@@ -80,12 +82,18 @@ class DataConfig:
     """Share of documents (stdlib: files) held out for validation, 0 <= share < 1."""
     text_field: str = "text"
     """Record field with the text."""
+    chat_template: Annotated[str, PATH] | None = None
+    """data=chat: a Jinja file; default: the template beside the tokenizer."""
+    train_on: TrainOn = TrainOn.assistant
+    """data=chat: tokens with a loss: assistant (its messages), all, or field (messages with train: true)."""
+    too_long: TooLong = TooLong.truncate
+    """data=chat: conversations of more than seq_len + 1 tokens: truncate or skip."""
     tokenizer: Annotated[str, PATH] | None = None
     """A tokenizer.json, its folder, or a hub name; default: that of the initial weights."""
     eod_token: str | None = None
     """Token after each document; default: the tokenizer's end token."""
     document_mask: bool = False
-    """Keep attention, positions and losses within a document (docs/model.md)."""
+    """Keep attention, positions and losses within a document (docs/model.md); data=chat does it always."""
     document_length: Size | None = None
     """data=synthetic: mean tokens of a document, > 0; null: one endless document."""
     bpe_vocab_size: int = 4096
@@ -106,6 +114,9 @@ class DataConfig:
     """Count and skip unreadable files and bad records instead of stopping."""
     prefetch: CountOrZero = 4
     """Micro-batches prepared ahead, >= 0."""
+
+    def __post_init__(self) -> None:
+        self.document_mask = self.document_mask or self.source_facts.marks
 
     @property
     def source_facts(self) -> SourceFacts:
@@ -315,32 +326,6 @@ class RunSection:
     """cuda (ROCm too), cpu, or auto."""
     auto: list[str] = field(default_factory=list)
     """Written by a run: values that it chose for automatic keys, and why."""
-
-
-@dataclass
-class LaunchConfig:
-    """Processes of a run, docs/launch.md."""
-
-    nproc: Annotated[Any, MANY_RANKS] = 1
-    """Workers per node, one per device: a number, or auto (gpus_per_job, visible GPUs, or 1)."""
-    nodes: Annotated[Any, MANY_RANKS] = "auto"
-    """Nodes, each started with the same command: a number, or auto (from Slurm or PyTorchJob)."""
-    endpoint: str | None = None
-    """Rendezvous host:port; default: Slurm's first host, or MASTER_ADDR."""
-    max_restarts: CountOrZero = 0
-    """Restarts of all workers after failures, >= 0."""
-    hang_timeout_s: Count | None = 45
-    """Seconds without progress that end the job, > 0, at least three times the longest step; null: never."""
-    gpus_per_job: Count | None = None
-    """GPUs per sweep job, > 0."""
-    write_only: bool = False
-    """Write resolved.yaml, print the torchrun command, and stop."""
-    fake_world: RankCount | None = None
-    """Dry run of one rank in a job of this many, > 0, docs/projection.md."""
-    fake_rank: int | None = None
-    """Dry-run rank, from 0; null: largest projected memory."""
-    fake_memory_gb: Annotated[float, POSITIVE] = 192.0
-    """Dry-run device memory in GiB, > 0."""
 
 
 @dataclass

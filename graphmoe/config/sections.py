@@ -1,4 +1,4 @@
-"""Sections of a run's configuration: model, parallelism, MoE layers, graphs, pipeline, profiling."""
+"""Sections of a run's configuration: model, parallelism, MoE layers, graphs, pipeline, profiling, launch."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -324,3 +324,29 @@ class ProfileConfig:
     """Ranks that record profile.steps."""
     pipeline: bool = False
     """Record stage timelines of logged steps for graphmoe.pipeline_view."""
+
+
+@dataclass
+class LaunchConfig:
+    """Processes of a run, docs/launch.md."""
+
+    nproc: Annotated[Any, MANY_RANKS] = 1
+    """Workers per node, one per device: a number, or auto (gpus_per_job, visible GPUs, or 1)."""
+    nodes: Annotated[Any, MANY_RANKS] = "auto"
+    """Nodes, each started with the same command: a number, or auto (from Slurm or PyTorchJob)."""
+    endpoint: str | None = None
+    """Rendezvous host:port; default: Slurm's first host, or MASTER_ADDR."""
+    max_restarts: CountOrZero = 0
+    """Restarts of all workers after failures, >= 0."""
+    hang_timeout_s: Count | None = 45
+    """Seconds without progress that end the job, > 0, at least three times the longest step; null: never."""
+    gpus_per_job: Count | None = None
+    """GPUs per sweep job, > 0."""
+    write_only: bool = False
+    """Write resolved.yaml, print the torchrun command, and stop."""
+    fake_world: RankCount | None = None
+    """Dry run of one rank in a job of this many, > 0, docs/projection.md."""
+    fake_rank: int | None = None
+    """Dry-run rank, from 0; null: largest projected memory."""
+    fake_memory_gb: Annotated[float, POSITIVE] = 192.0
+    """Dry-run device memory in GiB, > 0."""

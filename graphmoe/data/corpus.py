@@ -41,37 +41,38 @@ class Corpus:
 def pack_corpus(
     config: DataConfig, seq_len: int, train: Documents, val: Documents | None, tokenizer: Tokenizer | None,
     bad: BadRecords, vocab_size: int, files_of_paths: Sequence[int] = (),
+    kind: type[PackedSamples] = PackedSamples,
 ) -> Corpus:  # fmt: skip
-    """Pack documents into samples; without ``val`` some training documents are held out.
+    """Pack documents into samples of a kind; without ``val`` some training documents are held out.
 
     ``files_of_paths``: number of training files of each entry of data.paths, for data.weights.
     """
-    given = val is not None
+    given, whole, least = val is not None, kind is not PackedSamples, kind.least_tokens(seq_len)
     if val is None and config.val_fraction > 0 and config.source != "stdlib":
-        if config.document_mask and config.val_fraction * train.num_documents < 1:
+        if config.document_mask and not whole and config.val_fraction * train.num_documents < 1:
             log.warning(
                 "data.document_mask=true: validation holds out the end of each of the %d documents, so their "
                 "training parts have no end token and are joined; use data.val_paths, or data.val_fraction=0",
                 train.num_documents,
             )
-        train, val = split_for_validation(train, config.val_fraction)
+        train, val = split_for_validation(train, config.val_fraction, whole=whole)
     counts: dict[str, Any] = {"source": config.source, "seq_len": seq_len}
     made: dict[str, Samples] = {}
     for name, documents in (("train", train), ("val", val)):
         if documents is None:
             continue
         tokens = documents.num_tokens
-        if tokens >= seq_len + 1 and name == "train" and config.weights:
-            mixed = _mixed(config, seq_len, documents, bad, vocab_size, files_of_paths)
+        if tokens >= least and name == "train" and config.weights:
+            mixed = _mixed(config, seq_len, documents, bad, vocab_size, files_of_paths, kind)
             made[name], counts["mix"] = mixed, _shares(config, mixed)
-        elif tokens >= seq_len + 1:
-            made[name] = PackedSamples(documents, seq_len, config.seed, config.shuffle, vocab_size, bad)
+        elif tokens >= least:
+            made[name] = kind(documents, seq_len, config.seed, config.shuffle, vocab_size, bad)
         elif name == "train" or given and config.source != "stdlib":
             raise ConfigError(_too_few(config, name, documents, seq_len))
         else:
             log.warning("no validation: %s", _too_few(config, name, documents, seq_len))
         counts |= {f"{name}_documents": documents.num_documents, f"{name}_tokens": tokens}
-        counts[f"{name}_samples"] = tokens and max(0, tokens - 1) // seq_len
+        counts[f"{name}_samples"] = made[name].num_samples if name in made else 0
     return Corpus(made["train"], made.get("val"), tokenizer, counts, bad)
 
 
@@ -97,6 +98,7 @@ def corpus_of_files(
     config: DataConfig, seq_len: int, vocab_size: int, tokenizer: Tokenizer | None,
     find: Callable[[Sequence[str], str], list[Path]],
     read: Callable[[Sequence[Path], BadRecords], list[TokenFile]],
+    kind: type[PackedSamples] = PackedSamples,
 ) -> Corpus:  # fmt: skip
     """Return the corpus of data.paths and data.val_paths; files in both are for validation.
 
@@ -121,23 +123,23 @@ def corpus_of_files(
     documents = Documents.from_files([file for group in files for file in group])
     held_out = Documents.from_files(read(val, bad)) if val else None
     counts = [len(group) for group in files]
-    corpus = pack_corpus(config, seq_len, documents, held_out, tokenizer, bad, vocab_size, counts)
+    corpus = pack_corpus(config, seq_len, documents, held_out, tokenizer, bad, vocab_size, counts, kind)
     corpus.counts["train_files"] = num_train
     return corpus
 
 
 def _mixed(
     config: DataConfig, seq_len: int, documents: Documents, bad: BadRecords, vocab_size: int,
-    files_of_paths: Sequence[int],
+    files_of_paths: Sequence[int], kind: type[PackedSamples],
 ) -> MixedSamples:  # fmt: skip
     parts, first = [], 0
     for path, count in zip(config.paths, files_of_paths, strict=True):
         part = documents.select((documents.file_N >= first) & (documents.file_N < first + count))
         first += count
-        if part.num_tokens < seq_len + 1:
+        if part.num_tokens < kind.least_tokens(seq_len):
             alone = replace(config, paths=[path], val_paths=[])
             raise ConfigError(f"data.weights: {_too_few(alone, 'train', part, seq_len)}")
-        parts.append(PackedSamples(part, seq_len, config.seed, config.shuffle, vocab_size, bad))
+        parts.append(kind(part, seq_len, config.seed, config.shuffle, vocab_size, bad))
     return MixedSamples(documents, parts, config.weights, config.seed)
 
 

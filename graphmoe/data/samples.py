@@ -74,13 +74,16 @@ class Documents:
         return f"{file.path}, document {document}, position {absolute - int(file.start_N[document])}"
 
 
-def split_for_validation(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+def split_for_validation(
+    documents: Documents, fraction: float, *, whole: bool = False
+) -> tuple[Documents, Documents]:
     """Split into (train, validation) by a hash of document numbers, independent of the seed.
 
-    With fewer than ``1 / fraction`` documents, validation is the last ``fraction`` of each document.
+    With fewer than ``1 / fraction`` documents, validation is the last ``fraction`` of each document, or with
+    ``whole`` one of several documents.
     """
     count = documents.num_documents
-    if fraction * count >= 1:
+    if whole or fraction * count >= 1:
         number_N = np.arange(1, count + 1, dtype=np.uint64)
         val_N = held_out(mix64(number_N * np.uint64(GOLDEN)), fraction)
         return documents.select(~val_N), documents.select(val_N)
@@ -157,6 +160,11 @@ class PackedSamples(Samples):
         lengths = hashlib.blake2b(self.documents.length_N.tobytes(), digest_size=8).hexdigest()
         self.fingerprint = f"packed:{lengths}:{num_tokens}:{self.seq_len}:{self.seed}:{self.shuffle}"
         self._order = lru_cache(maxsize=2)(self._compute_order)  # two: a batch may span two epochs
+
+    @classmethod
+    def least_tokens(cls, seq_len: int) -> int:
+        """Return the number of tokens that a corpus needs for one sample."""
+        return seq_len + 1
 
     @cached_property
     def contents(self) -> str:  # type: ignore[override]

@@ -3,7 +3,7 @@
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data.errors import BadRecords, one_line
 
 ENDINGS = (".txt", ".jsonl", ".parquet")
+ROW_ENDINGS = ENDINGS[1:]  # of files with rows that have named fields
 PART_BYTES = 16 << 20
 
 
@@ -37,7 +38,7 @@ class LinePlace(NamedTuple):
         return f"{self.path}:{_line_number(self.path, self.byte)}"
 
 
-def find_files(patterns: Sequence[str], key: str) -> list[Path]:
+def find_files(patterns: Sequence[str], key: str, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
     """Return the matching files, each once, sorted within each pattern; a folder means its text files.
 
     *Raises* ConfigError for a pattern without matches, non-files and unknown suffixes.
@@ -45,31 +46,32 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     files: dict[Path, None] = {}
     for pattern in patterns:
         place = os.path.expanduser(pattern)
-        matches = _inside(place) if os.path.isdir(place) else sorted(glob.glob(place, recursive=True))
+        is_folder = os.path.isdir(place)
+        matches = _inside(place, endings) if is_folder else sorted(glob.glob(place, recursive=True))
         found = [Path(match).absolute() for match in matches if not os.path.isdir(match)]
         if unread := [path for path in found if not path.is_file()]:
             raise ConfigError(
                 f"{key}: {unread[0]} is not a regular file; remove it, or use a pattern without it"
             )
-        if not found and os.path.isdir(place):
-            raise ConfigError(f"{key}: the folder {pattern} has no {', '.join(ENDINGS)} file at any depth")
+        if not found and is_folder:
+            raise ConfigError(f"{key}: the folder {pattern} has no {', '.join(endings)} file at any depth")
         if not found:
             raise ConfigError(
                 f"{key}: no file matches '{pattern}' (looked from {os.getcwd()}){near_path(pattern)}"
             )
         files.update(dict.fromkeys(found))
-    unknown = [str(path) for path in files if path.suffix not in ENDINGS]
+    unknown = [str(path) for path in files if path.suffix not in endings]
     if unknown:
-        raise ConfigError(f"{key}: cannot read {', '.join(unknown[:3])}; use files in {', '.join(ENDINGS)}")
+        raise ConfigError(f"{key}: cannot read {', '.join(unknown[:3])}; use files in {', '.join(endings)}")
     parquet = next((path for path in files if path.suffix == ".parquet"), None)
     if parquet and not is_installed("pyarrow"):
         raise ConfigError(f"{parquet}: parquet files need pyarrow: pip install 'graphmoe[hf]'")
     return list(files)
 
 
-def _inside(folder: str) -> list[str]:
+def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
     found = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
-    return sorted(path for path in found if path.endswith(ENDINGS))
+    return sorted(path for path in found if path.endswith(endings))
 
 
 def parts_of(path: Path, bad: BadRecords) -> list[Part]:
@@ -91,6 +93,17 @@ def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tup
     for place, text in readers[part.path.suffix](part, text_field, bad):
         if is_text(text, text_field, place, bad):
             yield place, text
+
+
+def read_records(
+    part: Part, fields: Collection[str], bad: BadRecords
+) -> Iterator[tuple[object, dict[str, Any]]]:
+    """Yield (file and line or row, record); of a .parquet only columns in ``fields``, if it has any."""
+    if part.path.suffix == ".jsonl":
+        yield from _json_records(part, bad)
+    elif (file := _open_parquet(part.path, bad)) is not None:
+        columns = [name for name in file.schema_arrow.names if name in fields]
+        yield from _parquet_records(file, part, columns or None, bad)
 
 
 def is_text(value: Any, field: str, place: object, bad: BadRecords) -> bool:
@@ -118,6 +131,15 @@ def _read_txt(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[ob
 
 
 def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, Any]]:
+    for place, record in _json_records(part, bad):
+        if text_field in record:
+            yield place, record[text_field]
+        else:
+            there = ", ".join(list(record)[:10])
+            bad.report("record without text", f"{place}: no field '{text_field}' (it has: {there})")
+
+
+def _json_records(part: Part, bad: BadRecords) -> Iterator[tuple[object, dict[str, Any]]]:
     try:
         file = open(part.path, "rb")  # noqa: SIM115 (closed by the with below; opening alone may fail here)
     except OSError as error:
@@ -143,11 +165,8 @@ def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[
             except (ValueError, RecursionError) as error:
                 bad.report("bad JSON line", f"{place}: not JSON: {error}")
                 continue
-            if isinstance(record, dict) and text_field in record:
-                yield place, record[text_field]
-            elif isinstance(record, dict):
-                there = ", ".join(list(record)[:10])
-                bad.report("record without text", f"{place}: no field '{text_field}' (it has: {there})")
+            if isinstance(record, dict):
+                yield place, record
             else:
                 what = f"a JSON object is expected, not {type(record).__name__}"
                 bad.report("record without text", f"{place}: {what}")
@@ -169,17 +188,24 @@ def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tupl
     if text_field not in file.schema_arrow.names:
         names = f"{part.path}; its columns: {', '.join(file.schema_arrow.names)}"
         raise ConfigError(f"text_field={text_field} is not a column of {names}")
+    for place, record in _parquet_records(file, part, [text_field], bad):
+        yield place, record[text_field]
+
+
+def _parquet_records(
+    file: Any, part: Part, columns: Sequence[str] | None, bad: BadRecords
+) -> Iterator[tuple[object, dict[str, Any]]]:
     first_row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
     try:
-        texts = file.read_row_group(part.start, columns=[text_field]).column(0).to_pylist()
-        if len(texts) != (rows := file.metadata.row_group(part.start).num_rows):
-            raise ValueError(f"it has {len(texts)} rows instead of {rows}")
+        records = file.read_row_group(part.start, columns=columns).to_pylist()
+        if len(records) != (rows := file.metadata.row_group(part.start).num_rows):
+            raise ValueError(f"it has {len(records)} rows instead of {rows}")
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         place = f"{part.path}: row group {part.start} (row {first_row} on)"
         bad.report("unreadable row group", f"{place}: {one_line(error)}")
         return
-    for row, text in enumerate(texts, first_row):
-        yield f"{part.path} row {row}", text
+    for row, record in enumerate(records, first_row):
+        yield f"{part.path} row {row}", record
 
 
 def _open_parquet(path: Path, bad: BadRecords) -> Any:

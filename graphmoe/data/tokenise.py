@@ -4,11 +4,13 @@ import logging
 import multiprocessing
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,7 @@ from graphmoe.runtime.host.signals import die_with_parent
 
 log = logging.getLogger(__name__)
 
-Document = tuple[object, str]  # place, for messages, and text
+Row = TypeVar("Row", bound=tuple[Any, ...])  # place, for messages, text, and perhaps more
 
 BATCH_CHARS = 1 << 20
 MIN_BYTES_PER_WORKER = 16 << 20  # starting a process costs about as much as tokenising this much
@@ -38,8 +40,18 @@ class Recipe:
     skip_bad: bool
     skip_option: str = "data.skip_bad"
 
+    def dtype(self) -> np.dtype[Any]:
+        """Return the dtype of stored tokens."""
+        return smallest_dtype(num_ids(load_tokenizer(self.tokenizer_path)))
 
-_PartResult = tuple[list[int], BadRecords]  # document lengths of a part, and its bad records
+    def documents(self, part: Part, bad: BadRecords, notes: Counter[str]) -> Iterator[npt.NDArray[Any]]:
+        """Yield tokens of each document of a part; report bad records, count what else there is to note."""
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        for batch in batches(read_documents(part, self.text_field, bad), BATCH_CHARS):
+            yield from encode_checked(tokenizer, batch, self.end_token, self.id_limit, bad)
+
+
+_PartResult = tuple[list[int], BadRecords, Counter[str]]  # document lengths of a part, bad records, notes
 
 
 def tokenise_files(
@@ -49,15 +61,17 @@ def tokenise_files(
     *,
     workers: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    on_notes: Callable[[Counter[str]], None] = lambda notes: None,
 ) -> tuple[npt.NDArray[np.int64], BadRecords]:
     """Write the documents of ``files``, in order, to ``prefix.bin`` and ``prefix.idx``.
 
     Returns each document's number of tokens, and what was skipped. ``on_bytes`` gets the bytes of each
-    finished part. *Raises* DataError for the first bad content in file order, and for files without text.
+    finished part, ``on_notes`` what the recipe counted. *Raises* DataError for the first bad content in
+    file order, and for files without text.
     """
-    bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
+    bad, noted = BadRecords(recipe.skip_bad, option=recipe.skip_option), Counter[str]()
     parts = [part for path in files for part in parts_of(path, bad)]
-    dtype = smallest_dtype(num_ids(load_tokenizer(recipe.tokenizer_path)))
+    dtype = recipe.dtype()
     bin_path, idx_path = pair(prefix)
     remove_left_overs(bin_path.parent, bin_path.name)
     folder = draft_of(bin_path)
@@ -67,23 +81,25 @@ def tokenise_files(
         partial = folder / "whole"
         with open(partial, "wb") as whole:
             results = _run_parts(parts, recipe, folder, dtype.str, workers)
-            for number, (part, (of_part, found)) in enumerate(zip(parts, results, strict=True)):
+            for number, (part, (of_part, found, notes)) in enumerate(zip(parts, results, strict=True)):
                 bad.merge(found.counts, found.first)
                 lengths.append(np.asarray(of_part, dtype=np.int64))
                 with open(folder / str(number), "rb") as piece:
                     shutil.copyfileobj(piece, whole, 16 << 20)
                 (folder / str(number)).unlink()
                 on_bytes(part.size_bytes)
+                noted.update(notes)
             whole.flush()
             os.fsync(whole.fileno())
         length_N = np.concatenate(lengths)
         if not len(length_N):
-            raise DataError(_nothing_found(files, bad))
+            raise DataError(_nothing_found(files, bad, noted))
         write_index(folder / "index", dtype, length_N)
         os.replace(partial, bin_path)
         os.replace(folder / "index", idx_path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    on_notes(noted)
     return length_N, bad
 
 
@@ -109,8 +125,8 @@ def encode_checked(
     return documents
 
 
-def batches(documents: Iterator[Document], max_chars: int) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def batches(documents: Iterator[Row], max_chars: int) -> Iterator[list[Row]]:
+    batch: list[Row] = []
     size = 0
     for document in documents:
         batch.append(document)
@@ -122,10 +138,11 @@ def batches(documents: Iterator[Document], max_chars: int) -> Iterator[list[Docu
         yield batch
 
 
-def _nothing_found(files: Sequence[Path], bad: BadRecords) -> str:
+def _nothing_found(files: Sequence[Path], bad: BadRecords, notes: Counter[str]) -> str:
     names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     skipped = f"; bad records skipped: {bad.counts.total()}, the first: {bad.first}" if bad.counts else ""
-    return f"the corpus is empty: no text in {names}{skipped}"
+    counted = "".join(f"; {name.replace('_', ' ')}: {count}" for name, count in sorted(notes.items()))
+    return f"the corpus is empty: no text in {names}{skipped}{counted}"
 
 
 def _run_parts(
@@ -153,12 +170,10 @@ def _begin_worker() -> None:
 
 
 def _tokenise_part(part: Part, recipe: Recipe, out: Path, dtype: str) -> _PartResult:
-    tokenizer = load_tokenizer(recipe.tokenizer_path)
-    bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
+    bad, notes = BadRecords(recipe.skip_bad, option=recipe.skip_option), Counter[str]()
     lengths: list[int] = []
     with open(out, "wb") as file:
-        for batch in batches(read_documents(part, recipe.text_field, bad), BATCH_CHARS):
-            for ids_T in encode_checked(tokenizer, batch, recipe.end_token, recipe.id_limit, bad):
-                lengths.append(len(ids_T))
-                file.write(ids_T.astype(dtype).tobytes())
-    return lengths, bad
+        for ids_T in recipe.documents(part, bad, notes):
+            lengths.append(len(ids_T))
+            file.write(ids_T.astype(dtype).tobytes())
+    return lengths, bad, notes

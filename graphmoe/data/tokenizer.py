@@ -23,6 +23,7 @@ DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", DEEPSEEK_END, "[EOD]", "[EOS]", "</s>", "<eos>")
 TRAINED_END = 0  # id of the end token of a tokenizer that `train_bpe` trains
 FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of a published config.json
 # the tokenizers library takes time for each id below the largest: 10 s for 1e9, several times
 LARGEST_ID = 2**24 - 1
@@ -59,8 +60,9 @@ def find_tokenizer(name: str | Path, key: str = "data.tokenizer", *, fetch: bool
             f"({one_line(error)[:200]}); give the path of one, or fetch it where there is a network"
             f"{near_path(name)}"
         ) from error
-    with contextlib.suppress(Exception):  # optional; it names the end-of-document token
-        get("tokenizer_config.json", local=False)
+    for optional in ("tokenizer_config.json", TEMPLATE_FILE):  # the end-of-document token, the chat template
+        with contextlib.suppress(Exception):
+            get(optional, local=False)
     return found
 
 

@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from graphmoe.config.token_flags import ID_BITS, NO_LABEL, START
 from graphmoe.ops.collectives import all_reduce, index_along, reduce_scatter
 from graphmoe.plan.layout import Cut, Layout, ParameterLayout, layout_of
 from graphmoe.segments import part
 
 IGNORED = -100
+MARKED = -1
+"""In place of an end token: the flags of graphmoe.config.token_flags mark documents and labels."""
 # both names of a tied weight; the state dict has the first
 EMBEDDING, HEAD = "embed.weight", "loss_head.head.weight"
 
@@ -64,27 +67,34 @@ def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
     return whole.unflatten(dim, (chunks, -1)).index_select(dim, places).flatten(dim, dim + 1)
 
 
-def document_starts(tokens_BS: Tensor, end_token: int) -> Tensor:
-    """Return where each position's document starts, int32 [B, S]; ``end_token`` ends one. No device sync."""
-    position_S = torch.arange(tokens_BS.shape[1], dtype=torch.int32, device=tokens_BS.device)
-    # position 0 starts a document whatever wraps around to it
-    return ((tokens_BS == end_token).roll(1, dims=1) * position_S).cummax(dim=1).values
-
-
 def decoded(
     tokens_BS: Tensor, labels_BS: Tensor, end_token: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return token ids, labels and the start of each position's document, [B, S] each. No device sync.
 
     ``tokens_BS`` and ``labels_BS`` are a batch [B, S + 1] without its last and its first token. ``end_token``
-    ends a document; None: a sequence is one document, and the starts are None. Labels without a loss are
-    `IGNORED`.
+    ends a document, or is `MARKED`; None: a sequence is one document, and the starts are None. Labels that
+    have no loss are `IGNORED`.
     """
     if end_token is None:
         return tokens_BS, labels_BS, None
-    # the token after an end token begins another document
-    labels_BS = labels_BS.masked_fill(tokens_BS == end_token, IGNORED)
-    return tokens_BS, labels_BS, document_starts(tokens_BS, end_token)
+    if end_token != MARKED:
+        # the token after an end token begins another document
+        labels_BS = labels_BS.masked_fill(tokens_BS == end_token, IGNORED)
+        return tokens_BS, labels_BS, document_starts(tokens_BS, end_token)
+    labels_BS = (labels_BS & ID_BITS).masked_fill((labels_BS & NO_LABEL) != 0, IGNORED)
+    return tokens_BS & ID_BITS, labels_BS, _latest((tokens_BS & START) != 0)
+
+
+def document_starts(tokens_BS: Tensor, end_token: int) -> Tensor:
+    """Return where each position's document starts, int32 [B, S]; ``end_token`` ends one. No device sync."""
+    # position 0 starts a document whatever wraps around to it
+    return _latest((tokens_BS == end_token).roll(1, dims=1))
+
+
+def _latest(starts_BS: Tensor) -> Tensor:
+    position_S = torch.arange(starts_BS.shape[1], dtype=torch.int32, device=starts_BS.device)
+    return (starts_BS * position_S).cummax(dim=1).values
 
 
 def labels_at(labels_BS: Tensor, depth: int, first_BS: Tensor | None) -> Tensor:

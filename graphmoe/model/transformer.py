@@ -142,10 +142,10 @@ class Transformer(nn.Module):
             self.embed.weight.parallel = parallel  # type: ignore[union-attr]
         self._rope: tuple[Tensor, Tensor] | None = None
         self._own_rope: tuple[Tensor, Tensor] | None = None
-        self.end_token: int | None = None  # that documents end with; None: a sequence is one document
+        self.end_token: int | None = None  # of documents, or MARKED; None: a sequence is one document
 
     def mask_documents(self, end_token: int) -> None:
-        """Keep attention, positions and losses within documents; ``end_token`` ends one."""
+        """Keep attention, positions and losses within documents; ``end_token`` ends one, or is `MARKED`."""
         self.end_token = end_token
         for module in self.modules():
             if isinstance(module, DenseLayer | MoELayer):
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         execute: Executor = run_segments,
         weights: Tensor | None = None,
     ) -> LossOutput:
-        """Return the losses of a micro-batch; label -100 is ignored. No device sync.
+        """Return the losses of a micro-batch, as `decoded` reads it; label -100 is ignored. No device sync.
 
         All cp and tp ranks pass whole sequences and get the same losses. ``weights`` as in ``stage``.
         """

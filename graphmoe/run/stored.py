@@ -49,6 +49,7 @@ class StoredData(msgspec.Struct):
     source: str | None = None
     tokenizer: str | None = None
     eod_token: str | None = None
+    chat_template: str | None = None
     document_mask: bool = False
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graphmoe.config.choices import SOURCES, SourceFacts
 from graphmoe.config.untrusted import read_bytes, read_json
-from graphmoe.data.tokenizer import TOKEN_IDS, find_tokenizer, tokenizer_file
+from graphmoe.data.tokenizer import TEMPLATE_FILE, TOKEN_IDS, find_tokenizer, tokenizer_file
 from graphmoe.run.stored import (
     META_FILE,
     FolderKind,
@@ -27,7 +27,7 @@ TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
 FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model"),
-    *("chat_template.jinja", "chat_template.json"),
+    *(TEMPLATE_FILE, "chat_template.json"),
 )
 """Names of files that are copied; none of them holds code."""
 
@@ -36,6 +36,7 @@ class TokenizerSource(NamedTuple):
     path: Path  # tokenizer.json, possibly missing; its other files are beside it
     token_ids: dict[str, Any]
     end_token: str | None = None  # token that ends a run's documents, if no file may say it
+    template: str | None = None  # data.chat_template of a run, instead of the file beside the tokenizer
 
 
 def tokenizer_of_run(run: Path) -> TokenizerSource:
@@ -44,11 +45,13 @@ def tokenizer_of_run(run: Path) -> TokenizerSource:
     If the run kept the tokenizer of a Hugging Face folder that it started from, that folder's files are taken
     as they are.
     """
-    if (start := _kept_start(read_stored_run(run)[1])) is not None:
-        return TokenizerSource(start / TOKENIZER, token_ids_of(start))
+    stored = read_stored_run(run)[1]
+    template = stored.data.chat_template
+    if (start := _kept_start(stored)) is not None:
+        return TokenizerSource(start / TOKENIZER, token_ids_of(start), template=template)
     path, end, token = run_tokenizer(run)
     ids = start_token_ids(run) | ({} if end is None else {"eos_token_id": end})
-    return TokenizerSource(path, ids, token)
+    return TokenizerSource(path, ids, token, template)
 
 
 def _kept_start(run: StoredRun) -> Path | None:
@@ -100,6 +103,8 @@ def write_tokenizer(source: TokenizerSource, to: Path, context_length: int) -> l
     """Write a folder's tokenizer files, copies where there are any; return their paths."""
     places = {name: source.path.with_name(name) for name in FILES} | {TOKENIZER: source.path}
     found = {name: path for name, path in places.items() if path.is_file() and _is_of_its_folder(path)}
+    if source.template is not None:
+        found[TEMPLATE_FILE] = Path(source.template)
     made: dict[str, dict[str, Any]] = {}
     if source.end_token is not None:
         found.pop(GENERATION_CONFIG, None)  # it would describe the model that the tokenizer is from

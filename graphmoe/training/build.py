@@ -9,6 +9,7 @@ from torch import nn
 
 from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError, DpShard
+from graphmoe.model.blocks import MARKED
 from graphmoe.model.build import build_model, init_weights, materialise
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
@@ -55,7 +56,9 @@ def build(
         dispatcher=dispatcher,
         stages=plan.own_stages(mesh.index("pp")),
     )
-    if plan.data.document_mask:
+    if plan.data.source_facts.marks:
+        model.mask_documents(MARKED)
+    elif plan.data.document_mask:
         assert end_token is not None
         model.mask_documents(end_token)
     if not shards:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, MoEConfig, TrainConfig
+from graphmoe.config.token_flags import ID_BITS
 from graphmoe.data import Corpus, first_batches
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import LossOutput, Transformer
@@ -157,7 +158,10 @@ def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
         if documents is None
         else (documents.tokens(number, 0, PROMPT_TOKENS) for number in range(documents.num_documents))
     )
-    texts = (tokenizer.decode(ids.tolist()).rstrip("\ufffd") for ids in itertools.islice(first, 100))
+    texts = (
+        tokenizer.decode([token & ID_BITS for token in ids.tolist()]).rstrip("\ufffd")
+        for ids in itertools.islice(first, 100)
+    )
     return next((text for text in texts if text.strip()), "")
 
 

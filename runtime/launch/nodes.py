@@ -265,7 +265,8 @@ def _slurm_endpoint() -> str:
 
 
 def _slurm_port() -> int:
-    return _FIRST_PORT + (_number("SLURM_JOB_ID", 0, least=0) + 101 * _number("SLURM_STEP_ID", 0, least=0)) % _PORTS
+    job, step = (_number(f"SLURM_{name}_ID", 0, least=0) for name in ("JOB", "STEP"))
+    return _FIRST_PORT + (job + 101 * step) % _PORTS
 
 
 def _slurm_hosts(nodes: str) -> list[str]:

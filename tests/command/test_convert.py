@@ -125,6 +125,17 @@ def test_the_newest_checkpoint_of_a_run_is_exported_with_its_tokenizer(run, tmp_
     assert sorted(report["files"]) == sorted(os.listdir(tmp_path / "out"))
 
 
+def test_a_run_is_exported_with_the_chat_template_that_it_named(run, tmp_path, capsys):
+    resolved = run[0] / "resolved.yaml"
+    document = yaml.safe_load(resolved.read_text())
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    document["data"]["chat_template"] = str(tmp_path / "own.jinja")
+    resolved.write_text(yaml.safe_dump(document))
+    report = call(capsys, f"from={run[0]}", f"to={tmp_path / 'out'}")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert "chat_template.jinja" in report["files"]
+
+
 @pytest.mark.parametrize("kept", ["start", "tokenizer", "another run"])
 def test_a_run_keeps_the_begin_token_of_the_weights_it_began_with(run, hf, tmp_path, capsys, kept):
     resolved = run[0] / "resolved.yaml"

@@ -33,6 +33,7 @@ FILES = sorted([*CONF.glob("*/*.yaml"), *CONF.glob("experiment/*/*.yaml")])
 OPTIONS = ["=".join(str(path.relative_to(CONF).with_suffix("")).split("/", 1)) for path in FILES]
 NEEDED = {  # what an option cannot choose for the user
     "data=files": ["data.paths=[a.txt]", "data.tokenizer=t.json"],
+    "data=chat": ["data.paths=[a.jsonl]", "data.tokenizer=t.json"],
     "data=hf": ["data.hf_name=d", "data.tokenizer=t.json"],
     "data=memmap": ["data.paths=[a]"],
 }

@@ -75,10 +75,10 @@ def test_a_tokenizer_is_taken_by_its_name_on_the_hub(folder, hub, cache, tmp_pat
     there["tokenizer.json"] = folder / "tokenizer.json"
     data = DataConfig("files", paths=["a.jsonl"], tokenizer="Qwen/Qwen3-30B-A3B")
     assert open_data(data, seq_len=16, vocab_size=400).tokenizer.get_vocab_size() == 400
-    assert asked == ["tokenizer.json", "tokenizer_config.json"]
+    assert asked == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
     for name in (folder, folder / "tokenizer.json", "no/tokenizer.json", "a/b/c"):
         assert find_tokenizer(name) == folder / "tokenizer.json" or not find_tokenizer(name).exists()
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 def test_a_name_without_a_hub_is_one_line_at_once(monkeypatch):

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,8 @@ from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.corpus import Corpus, configured_tokenizer, refuse_small_vocabulary
 from graphmoe.data.samples import MixedSamples, PackedSamples, Samples, derive_key
-from graphmoe.data.sources import files, hf, stdlib
-from graphmoe.data.text_files import find_files
+from graphmoe.data.sources import chat, files, hf, stdlib
+from graphmoe.data.text_files import ENDINGS, ROW_ENDINGS, find_files
 from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.runtime.host.logs import FILE_ONLY
 
@@ -30,14 +31,17 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
         try:
             path = find_tokenizer(config.tokenizer)
             found = replace(config, tokenizer=str(path))
-            if config.source == "memmap" and not config.document_mask:
+            if config.source == "chat":
+                chat.chat_parts(found, vocab_size)
+            elif config.source == "memmap" and not config.document_mask:
                 refuse_small_vocabulary(found, load_tokenizer(path), vocab_size)
             else:
                 configured_tokenizer(found, vocab_size)
         except ConfigError as error:
             yield str(error)
-    find = files.find_prefixes if config.source == "memmap" else find_files
-    for key in ("paths", "val_paths") if config.source in ("files", "memmap") else ():
+    endings = ROW_ENDINGS if config.source == "chat" else ENDINGS
+    find = files.find_prefixes if config.source == "memmap" else partial(find_files, endings=endings)
+    for key in ("paths", "val_paths") if config.source in ("files", "chat", "memmap") else ():
         try:
             find(getattr(config, key), f"data.{key}")
         except ConfigError as error:
@@ -56,7 +60,7 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
     if config.tokenizer is not None:
         config = replace(config, tokenizer=str(find_tokenizer(config.tokenizer)))
     corpus: Corpus = look_up(OPEN, config.source, "data.source")(config, seq_len, vocab_size)
-    if config.document_mask and corpus.end_token is None:
+    if config.document_mask and not config.source_facts.marks and corpus.end_token is None:
         raise ConfigError(
             f"data.document_mask=true needs Corpus.end_token, which data.source={config.source} does not "
             f"set; set it, or use data.document_mask=false"
@@ -114,6 +118,7 @@ class SyntheticSamples(Samples):
 OPEN: dict[str, Callable[..., Corpus]] = {
     "stdlib": stdlib.open_corpus,
     "files": files.open_corpus,
+    "chat": chat.open_corpus,
     "hf": hf.open_corpus,
     "memmap": files.open_token_files,
     "synthetic": _open_synthetic,

@@ -1,11 +1,15 @@
 """Files as a source: .txt, .jsonl and .parquet, tokenised once into the cache, or Megatron's token files."""
 
+import functools
 import glob
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
+
+from tokenizers import Tokenizer
 
 from graphmoe.config.arguments import near_path
 from graphmoe.config.progress import counting
@@ -16,7 +20,8 @@ from graphmoe.data.contents import read_entry_file, read_summed_file
 from graphmoe.data.corpus import Corpus, configured_tokenizer, corpus_of_files, refuse_small_vocabulary
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import TokenFile, pair
-from graphmoe.data.text_files import find_files
+from graphmoe.data.samples import PackedSamples
+from graphmoe.data.text_files import ENDINGS, find_files
 from graphmoe.data.tokenise import Recipe, tokenise_files, workers_for
 from graphmoe.data.tokenizer import load_tokenizer, num_ids, tokenizer_file, tokenizer_hash
 
@@ -26,6 +31,7 @@ log = logging.getLogger(__name__)
 class _Tally(TypedDict):
     bad: dict[str, int]
     first_bad: str | None
+    notes: NotRequired[dict[str, int]]
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
@@ -33,29 +39,45 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     assert config.tokenizer is not None
     id_limit = min(vocab_size, num_ids(tokenizer))  # a larger vocabulary changes nothing: same entry
     recipe = Recipe(tokenizer_file(config.tokenizer), end, config.text_field, id_limit, config.skip_bad)
+    facts = tokenizer_hash(tokenizer), end, config.text_field, id_limit
+    corpus, _ = tokenised_corpus(config, seq_len, vocab_size, tokenizer, recipe, facts)
+    corpus.end_token = end
+    return corpus
+
+
+def tokenised_corpus(
+    config: DataConfig, seq_len: int, vocab_size: int, tokenizer: Tokenizer, recipe: Recipe,
+    facts: Sequence[Any], kind: type[PackedSamples] = PackedSamples, endings: tuple[str, ...] = ENDINGS,
+) -> tuple[Corpus, Counter[str]]:  # fmt: skip
+    """Return the corpus of data.paths and data.val_paths by a recipe, from the cache, and its notes.
+
+    ``facts``: plain values on which, beside the files, the tokens depend.
+    """
+    notes = Counter[str]()
+    find = functools.partial(find_files, endings=endings)
 
     def read(files: Sequence[Path], bad: BadRecords) -> list[TokenFile]:
         stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        key = cache_key("files", stats, tokenizer_hash(tokenizer), end, config.text_field, id_limit)
+        key = cache_key(config.source, stats, *facts)
 
         def build(folder: Path) -> dict[str, Any]:
-            workers = workers_for(files)
+            workers, noted = workers_for(files), Counter[str]()
+            into = folder / "tokens"
             size = sum(size for _, size, _ in stats)
             what = number_of(len(files), "file"), size / 2**20, number_of(workers, "process")
             log.info("tokenising %s, %.1f MiB, %s", *what)
             with counting("tokenising", size) as on_bytes:
                 _, found = tokenise_files(
-                    files, recipe, folder / "tokens", workers=workers, on_bytes=on_bytes
+                    files, recipe, into, workers=workers, on_bytes=on_bytes, on_notes=noted.update
                 )
-            return {"bad": found.counts, "first_bad": found.first}
+            return {"bad": found.counts, "first_bad": found.first, "notes": noted}
 
-        entry, meta = cached(cache_folder(config.cache_dir), f"files-{key}", build, _Tally)
+        entry, meta = cached(cache_folder(config.cache_dir), f"{config.source}-{key}", build, _Tally)
         bad.merge(meta["bad"], meta["first_bad"])
+        notes.update(meta.get("notes", {}))
         return [read_entry_file(entry, "tokens")]
 
-    corpus = corpus_of_files(config, seq_len, vocab_size, tokenizer, find_files, read)
-    corpus.end_token = end
-    return corpus
+    return corpus_of_files(config, seq_len, vocab_size, tokenizer, find, read, kind), notes
 
 
 def open_token_files(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:

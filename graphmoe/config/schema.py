@@ -29,6 +29,8 @@ from graphmoe.config.choices import Fp8Measure as Fp8Measure
 from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad
 from graphmoe.config.choices import GroupScore as GroupScore
 from graphmoe.config.choices import LinearAttention as LinearAttention
+from graphmoe.config.choices import MasterDtype as MasterDtype
+from graphmoe.config.choices import MomentDtype as MomentDtype
 from graphmoe.config.choices import RopeScaling as RopeScaling
 from graphmoe.config.choices import ScoreFunction as ScoreFunction
 from graphmoe.config.choices import Transport as Transport
@@ -145,6 +147,10 @@ class OptimConfig:
     """QK-clip of Muon: scales heads whose attention logits may exceed it (docs/parallel.md); 0: off."""
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
     """Decoupled weight decay of matrices, >= 0."""
+    moment_dtype: MomentDtype = MomentDtype.fp32
+    """Storage of moments: fp32, bf16, or int8 with a scale for each 64 elements (docs/tuning.md)."""
+    master_dtype: MasterDtype = MasterDtype.fp32
+    """Master weights of bf16 weights: fp32, or bf16 (none: the weights are rounded stochastically)."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
     """fp32 gradient reduction bucket in MB, > 0."""
 
@@ -186,7 +192,7 @@ class TrainConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number formats; master weights, gradients, moments, router and loss are fp32."""
+    """Number formats; gradients, router and loss are fp32."""
 
     compute: ComputeDtype = ComputeDtype.auto
     """Weights and activations: bf16, fp32, or auto (bf16 on GPU)."""

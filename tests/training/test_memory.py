@@ -234,6 +234,11 @@ CASES = {
     "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
     "whole matrices": ("optim.name=muon",),
     "whole matrices, ep, bf16": ("optim.name=muon", "parallel.ep=4", "precision.compute=bf16"),
+    "bf16 moments": ("optim.moment_dtype=bf16", "parallel.ep=2", "precision.compute=bf16"),
+    "int8 moments, no masters": (
+        "optim.moment_dtype=int8", "optim.master_dtype=bf16", "precision.compute=bf16",
+    ),
+    "whole matrices, int8": ("optim.name=muon", "optim.moment_dtype=int8", "parallel.ep=2"),
     "whole matrices, more ranks than experts": ("optim.name=muon", "model.num_experts=2", "model.top_k=1"),
 }  # fmt: skip
 

@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 from graphmoe.config.choices import (
     DATA_SOURCES,
-    FP8_PRODUCTS,
     LR_SCHEDULES,
     OPTIMIZERS,
     SOURCES,
-    ComputeDtype,
     DeviceChoice,
     NumaBinding,
     OutputFormat,
@@ -21,6 +19,7 @@ from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AttentionBias as AttentionBias
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import Balance as Balance
+from graphmoe.config.choices import ComputeDtype as ComputeDtype
 from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DeltaNetBackend as DeltaNetBackend
 from graphmoe.config.choices import DispatchDtype as DispatchDtype
@@ -57,6 +56,7 @@ from graphmoe.config.sections import (
     MoEConfig,
     ParallelConfig,
     PipelineConfig,
+    PrecisionConfig,
     ProfileConfig,
     RecomputeConfig,
 )
@@ -188,27 +188,6 @@ class TrainConfig:
     """Consecutive skipped non-finite steps that end the run, > 0."""
     log_interval: Count = 10
     """Steps between log lines, > 0."""
-
-
-@dataclass
-class PrecisionConfig:
-    """Number formats; gradients, router and loss are fp32."""
-
-    compute: ComputeDtype = ComputeDtype.auto
-    """Weights and activations: bf16, fp32, or auto (bf16 on GPU)."""
-    fp8: Fp8Recipe = Fp8Recipe.none
-    """fp8 GEMM scaling, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32), or auto
-    (by the GPU; needs fp8_measure)."""
-    fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
-    """GEMMs in fp8: experts, attn, mlp, shared_experts."""
-    fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
-    """wgrad of dense fp8 GEMMs: fp8 or bf16."""
-    fp8_skip_layers: list[int] = field(default_factory=list)
-    """Layers without fp8, from 0; negative: from the end."""
-    fp8_measure: Fp8Measure = Fp8Measure.auto
-    """auto: on a GPU, fp8 only for GEMMs at least 2% faster with it; none: for all."""
-    deterministic: bool = False
-    """Only deterministic kernels, which are slower."""
 
 
 @dataclass

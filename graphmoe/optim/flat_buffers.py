@@ -11,8 +11,8 @@ If the rule updates whole matrices, these have buffers of their own, in which ea
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,41 +20,13 @@ from torch import Tensor, nn
 
 from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
 from graphmoe.optim.rule import UpdateRule
-from graphmoe.optim.storage import ROW, SMALLEST, Storage, decode, encode, origins_of
+from graphmoe.optim.storage import ROW, SMALLEST, Region, Storage, decode, encode, origins_of
 from graphmoe.plan.buckets import Bucket, BufferLayout, Matrices, matrices_of
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.ranks import Mesh
 
 PLAIN = Storage()
 BATCH_ELEMENTS = 2**26  # most elements of a batch of matrices, which bounds the memory of an update
-
-
-class Region(NamedTuple):
-    """Part of a rank's shards with one update: flat, or for a rule of matrices [N, rows, columns]."""
-
-    rule: UpdateRule
-    decays: bool
-    main: Tensor
-    """Master weights; the bf16 weights if there are none."""
-    grad: Tensor
-    moments: list[Tensor]
-    scales: list[Tensor]
-    """Of int8 moments, fp32 [..., 1]."""
-    rounded: list[Tensor]
-    """bf16 weights beside master weights."""
-    origins: list[Tensor]
-    """Random keys of rows, int32 [..., 1]; none if all state is fp32."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.main, self.grad, *self.moments, *self.scales, *self.rounded, *self.origins]
-
-    def of(self, tensors: Iterable[Tensor]) -> "Region":
-        """Return the region with other tensors, in the order of ``tensors``."""
-        given = iter(tensors)
-        main, grad = next(given), next(given)
-        lists = [[next(given) for _ in each] for each in self[4:]]
-        return Region(self.rule, self.decays, main, grad, *lists)
 
 
 class Family:

@@ -11,7 +11,8 @@ need no generator state, and do not depend on the number of ranks.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from graphmoe.optim import rule_of
 from graphmoe.optim.rule import StepScalars, UpdateRule
 from graphmoe.plan.buckets import ALIGNMENT, Kept
 from graphmoe.plan.layout import Layout, ParameterLayout
-
-if TYPE_CHECKING:
-    from graphmoe.optim.flat_buffers import Region
 
 ROW = ALIGNMENT  # elements with one scale; parameters and shards start at multiples of it
 SMALLEST = 1e-30  # least scale, so that divisions by it are finite
@@ -66,6 +64,34 @@ def kept_of(optim: OptimConfig) -> list[Kept]:
         for own in (rule, rule.matrices)
         if own is not None
     ]
+
+
+class Region(NamedTuple):
+    """Part of a rank's shards with one update: flat, or for a rule of matrices [N, rows, columns]."""
+
+    rule: UpdateRule
+    decays: bool
+    main: Tensor
+    """Master weights; the bf16 weights if there are none."""
+    grad: Tensor
+    moments: list[Tensor]
+    scales: list[Tensor]
+    """Of int8 moments, fp32 [..., 1]."""
+    rounded: list[Tensor]
+    """bf16 weights beside master weights."""
+    origins: list[Tensor]
+    """Random keys of rows, int32 [..., 1]; none if all state is fp32."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.main, self.grad, *self.moments, *self.scales, *self.rounded, *self.origins]
+
+    def of(self, tensors: Iterable[Tensor]) -> Region:
+        """Return the region with other tensors, in the order of ``tensors``."""
+        given = iter(tensors)
+        main, grad = next(given), next(given)
+        lists = [[next(given) for _ in each] for each in self[4:]]
+        return Region(self.rule, self.decays, main, grad, *lists)
 
 
 def update_stored(region: Region, scalars: StepScalars, *, eager: bool) -> None:

@@ -16,10 +16,10 @@ from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import MasterDtype, OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
-from graphmoe.optim.flat_buffers import Region, families_of
+from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.qk_clip import QkClip
 from graphmoe.optim.reduction import GradientReduction, WeightGather
-from graphmoe.optim.storage import Storage, update_stored
+from graphmoe.optim.storage import Region, Storage, update_stored
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture import TensorSlot
 from graphmoe.runtime.compile.weight_forms import WeightForms

@@ -1,20 +1,25 @@
 """Moments in bf16 and int8, and bf16 weights without master weights: rounding, updates, runs and resumes."""
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch._inductor import metrics
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.config.schema import MasterDtype, MomentDtype
+from graphmoe.config.schema import ConfigError, MasterDtype, MomentDtype
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.rule import ADAMW
 from graphmoe.optim.storage import ROW, Storage, decode, encode, noise, origins_of, to_bf16
+from graphmoe.passes.base import PassRunner
 from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout, own_part
+from graphmoe.plan.rules import check
 from graphmoe.run.weights import model_to_yaml, read_run
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.ranks import Mesh
 from tests.optim.test_zero1 import (
     LOSS,
@@ -26,7 +31,8 @@ from tests.optim.test_zero1 import (
     step,
     tensors_of,
 )
-from tests.runs import assert_same_state, final_state, metrics, numbers, spoil_steps, train_in, trainer_in
+from tests.runs import assert_same_state, config, final_state, numbers, spoil_steps, train_in, trainer_in
+from tests.runs import metrics as rows_of
 
 BF16, INT8, IN_PLACE = MomentDtype.bf16, MomentDtype.int8, MasterDtype.bf16
 KINDS = [(BF16, MasterDtype.fp32), (INT8, MasterDtype.fp32), (MomentDtype.fp32, IN_PLACE), (INT8, IN_PLACE)]
@@ -150,6 +156,20 @@ def test_compiled_updates_are_the_same_bits(moments, master):
     for one, two in zip(tensors_of(snapshot(plain)), tensors_of(snapshot(compiled)), strict=True):
         assert torch.equal(one, two)
     assert [(r.unit, r.graphs) for r in made.reports] == [("optimizer", 1)]
+
+
+@pytest.mark.slow
+def test_compiled_updates_write_no_intermediate_result_to_memory():
+    def kernels(**named: object) -> int:
+        _, optimizer = net_and_optimizer(0.5, torch.bfloat16, **named)
+        update = functools.partial(optimizer._update_in_place, fused=False)
+        metrics.reset()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            arguments = [optimizer.applied, *optimizer._arguments(optimizer.applied)]
+            CompiledSegments(PassRunner([])).in_place(update, arguments)
+        return metrics.generated_kernel_count
+
+    assert kernels(moment_dtype=BF16, master_dtype=IN_PLACE) == kernels() > 0
 
 
 @pytest.mark.parametrize("moments, master", KINDS, ids=str)
@@ -278,19 +298,33 @@ def test_a_run_resumes_with_moments_stored_otherwise_but_not_without_its_masters
         trainer_in(tmp_path / "second", *RUN, *bf16, "optim.master_dtype=bf16", source)
 
 
+REFUSED = {
+    "parallel.dp_shard=fsdp2": "parallel.dp_shard=zero1, or optim.moment_dtype=fp32",
+    "precision.compute=auto": "those of precision.compute=auto are fp32; use precision.compute=bf16",
+    "optim.qk_clip=100": "optim.qk_clip=100 scales weights by less than optim.master_dtype=bf16 resolves",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_stored_so_is_refused_in_one_line(word):
+    with pytest.raises(ConfigError, match=REFUSED[word]):
+        check(config(*STORED["muon, bf16, in place"], word))
+
+
+TEXT = (
+    "data.source=stdlib", "data.seq_len=64", "model.context_length=64", "model.vocab_size=512",
+    "model.hidden_size=64", "model.expert_ffn_size=64", "model.dense_ffn_size=128", "optim.lr=3e-3",
+    "optim.warmup_steps=20", "train.steps=200", "train.global_batch_size=16", "train.micro_batch_size=16",
+    "train.val_interval=200", "train.val_batches=16", "checkpoint.enabled=false",
+)  # fmt: skip
+"""docs/benchmarks/README.md has the losses of these runs with three seeds."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("words", STORED.values(), ids=STORED)
 def test_runs_on_text_end_with_the_loss_of_fp32_state(words, tmp_path):
-    base = ("data.source=stdlib", "train.steps=150", "model.vocab_size=512", "model.hidden_size=64")
-    base += (
-        "data.seq_len=64",
-        "train.global_batch_size=16",
-        "train.micro_batch_size=16",
-        "train.val_interval=150",
-    )
-    base += ("train.val_batches=8", "checkpoint.enabled=false", "optim.lr=3e-3", "model.context_length=64")
     losses = []
-    for name, more in (("stored", words), ("fp32", [w for w in words if "dtype" not in w])):
-        train_in(tmp_path / name, *base, *more)
-        losses.append(metrics(tmp_path / name)[-1]["val_loss"])
+    for name, more in (("stored", words), ("fp32", [word for word in words if "_dtype=" not in word])):
+        train_in(tmp_path / name, *TEXT, *more)
+        losses.append(rows_of(tmp_path / name)[-1]["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=0.005)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from graphmoe.config.progress import working
 from graphmoe.config.schema import AttentionBackend, DeltaNetBackend, RunConfig
-from graphmoe.optim.flat_buffers import Region
 from graphmoe.optim.rule import StepScalars
-from graphmoe.optim.storage import update_stored
+from graphmoe.optim.storage import Region, update_stored
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.plan import PipelinePlan

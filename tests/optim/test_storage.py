@@ -169,7 +169,7 @@ def test_compiled_updates_write_no_intermediate_result_to_memory():
             CompiledSegments(PassRunner([])).in_place(update, arguments)
         return metrics.generated_kernel_count
 
-    assert kernels(moment_dtype=BF16, master_dtype=IN_PLACE) == kernels() > 0
+    assert 0 < kernels(moment_dtype=BF16, master_dtype=IN_PLACE) <= kernels()
 
 
 @pytest.mark.parametrize("moments, master", KINDS, ids=str)

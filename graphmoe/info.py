@@ -6,7 +6,7 @@ python -m graphmoe.info model=mixtral_8x7b model.num_layers=4 data.seq_len=8192 
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -84,15 +84,14 @@ def smallest_layout(cfg: RunConfig) -> Layout:
 def describe(plan: Plan) -> dict[str, Any]:
     """Return parameters, FLOPs per token, and state bytes: unsharded, of the largest rank, by pp rank."""
     from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes  # imports torch
-    from graphmoe.optim import rule_of
+    from graphmoe.optim.storage import kept_of
 
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
     optim, dp_shard = plan.optim, plan.parallel.dp_shard
-    state = functools.partial(
-        state_bytes, model, bucket_mb=optim.bucket_mb, num_moments=rule_of(optim.name).num_moments
-    )
+    state = functools.partial(state_bytes, model, bucket_mb=optim.bucket_mb, kept=kept_of(optim))
+    names = {**KINDS, "moments": f"moments_{optim.moment_dtype}"}
     of_places = [
-        _whole_bytes(state(layout, stages, dp_shard=dp_shard))
+        _whole_bytes(state(layout, stages, dp_shard=dp_shard), names)
         for stages in map(plan.own_stages, range(layout.pp))
     ]
     by_part = forward_flops(model, plan.seq_len)
@@ -103,7 +102,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "seq_len": plan.seq_len, "parameters": count_parameters(model), "flops_per_token": flops,
         "fp8": AUTO if FP8 in plan.config.run.auto else plan.precision.fp8.value,
         "num_ranks": layout.size("world"),
-        "memory_bytes": _whole_bytes(state(ALONE)),
+        "memory_bytes": _whole_bytes(state(ALONE), names),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
     }  # fmt: skip
     if pipeline:
@@ -117,8 +116,8 @@ def describe(plan: Plan) -> dict[str, Any]:
     return document
 
 
-def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
-    rounded = {KINDS[kind]: round(size) for kind, size in kinds.items() if size}
+def _whole_bytes(kinds: dict[str, float], names: Mapping[str, str]) -> dict[str, int]:
+    rounded = {names[kind]: round(size) for kind, size in kinds.items() if size}
     return {**rounded, "total": sum(rounded.values())}
 
 

@@ -18,8 +18,9 @@ from graphmoe.model.attention import KINDS
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters
 from graphmoe.ops.grouped_mlp import BACKENDS
-from graphmoe.optim import RULES, rule_of
+from graphmoe.optim import RULES
 from graphmoe.optim.rule import DECAYS
+from graphmoe.optim.storage import kept_of
 from graphmoe.plan import attention
 from graphmoe.plan.experts import FACTS
 from graphmoe.plan.plan import plan_of
@@ -189,7 +190,7 @@ def test_the_moments_of_an_optimizer_are_counted(own, capsys):
         (place,) = memory_of_places(plan_of(run, 1), on_nvidia=True)
         show(run)
         shown = json.loads(capsys.readouterr().out)["memory_bytes"]["moments_fp32"]
-        found.append((place.state["moments"], shown, rule_of(name).bytes_moved))
+        found.append((place.state["moments"], shown, kept_of(run.optim)[0].bytes_moved))
     (of_two, shown_of_two, moved), (of_one, shown_of_one, less) = found
     assert 2 * of_one == of_two > 0 and 2 * shown_of_one == shown_of_two > 0 and (moved, less) == (34, 26)
 

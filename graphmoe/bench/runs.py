@@ -18,7 +18,7 @@ from graphmoe.bench.cases import BYTES_PER_S, Measured, Row, Suite, chosen, earl
 from graphmoe.bench.jobs import RunCase, Trained, key_of, numbers_of_run, refuse, run_case, split_list
 from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
 from graphmoe.model.sizes import count_parameters
-from graphmoe.optim import rule_of
+from graphmoe.optim.storage import kept_of
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.plan import plan_of
 from graphmoe.project.document import MEMORY_ERROR, projected
@@ -122,7 +122,7 @@ def step_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
     timed = found.steps[-repeats - RECORDED_STEPS : -RECORDED_STEPS]
     row, recorded = numbers_of_run(config, ranks, timed, found.summary), summarise(found.trace, 1)
     kernels = [(a.name, a.end - a.start) for a in found.trace.activities]
-    moved = rule_of(config.optim.name).bytes_moved * count_parameters(config.model)["total"]["full"]
+    moved = kept_of(config.optim)[0].bytes_moved * count_parameters(config.model)["total"]["full"]
     idle, first = None, found.trace.steps[0]
     if recorded.idle is not None:
         idle = max(0.0, 1 - (1 - recorded.idle) * recorded.step_ms / row["median_ms"])

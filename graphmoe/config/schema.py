@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 from graphmoe.config.choices import (
     DATA_SOURCES,
-    FP8_PRODUCTS,
     LR_SCHEDULES,
     OPTIMIZERS,
     SOURCES,
-    ComputeDtype,
     DeviceChoice,
     NumaBinding,
     OutputFormat,
@@ -23,6 +21,7 @@ from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AttentionBias as AttentionBias
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import Balance as Balance
+from graphmoe.config.choices import ComputeDtype as ComputeDtype
 from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DeltaNetBackend as DeltaNetBackend
 from graphmoe.config.choices import DispatchDtype as DispatchDtype
@@ -31,6 +30,8 @@ from graphmoe.config.choices import Fp8Measure as Fp8Measure
 from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad
 from graphmoe.config.choices import GroupScore as GroupScore
 from graphmoe.config.choices import LinearAttention as LinearAttention
+from graphmoe.config.choices import MasterDtype as MasterDtype
+from graphmoe.config.choices import MomentDtype as MomentDtype
 from graphmoe.config.choices import RopeScaling as RopeScaling
 from graphmoe.config.choices import ScoreFunction as ScoreFunction
 from graphmoe.config.choices import Transport as Transport
@@ -56,6 +57,7 @@ from graphmoe.config.sections import (
     MoEConfig,
     ParallelConfig,
     PipelineConfig,
+    PrecisionConfig,
     ProfileConfig,
     RecomputeConfig,
 )
@@ -156,6 +158,10 @@ class OptimConfig:
     """QK-clip of Muon: scales heads whose attention logits may exceed it (docs/parallel.md); 0: off."""
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
     """Decoupled weight decay of matrices, >= 0."""
+    moment_dtype: MomentDtype = MomentDtype.fp32
+    """Storage of moments: fp32, bf16, or int8 with a scale for each 64 elements (docs/tuning.md)."""
+    master_dtype: MasterDtype = MasterDtype.fp32
+    """Master weights of bf16 weights: fp32, or bf16 (none: the weights are rounded stochastically)."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
     """fp32 gradient reduction bucket in MB, > 0."""
 
@@ -192,26 +198,6 @@ class TrainConfig:
     """Consecutive skipped non-finite steps that end the run, > 0."""
     log_interval: Count = 10
     """Steps between log lines, > 0."""
-
-
-@dataclass
-class PrecisionConfig:
-    """Number formats; master weights, gradients, moments, router and loss are fp32."""
-
-    compute: ComputeDtype = ComputeDtype.auto
-    """Weights and activations: bf16, fp32, or auto (bf16 on GPU); default: as in model=FOLDER, or auto."""
-    fp8: Fp8Recipe = Fp8Recipe.none
-    """fp8 GEMM scaling: none, rowwise, tensorwise, blockwise, mxfp8, or auto (docs/precision.md)."""
-    fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
-    """GEMMs in fp8: experts, attn, mlp, shared_experts."""
-    fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
-    """wgrad of dense fp8 GEMMs: fp8 or bf16."""
-    fp8_skip_layers: list[int] = field(default_factory=list)
-    """Layers without fp8, from 0; negative: from the end."""
-    fp8_measure: Fp8Measure = Fp8Measure.auto
-    """auto: on a GPU, fp8 only for GEMMs at least 2% faster with it; none: for all."""
-    deterministic: bool = False
-    """Only deterministic kernels, which are slower."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Sections of a run's configuration: model, parallelism, MoE layers, graphs, pipeline, profiling, launch."""
+"""Sections of a run's configuration: model, parallelism, MoE layers, formats, graphs, pipeline, launch."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -7,21 +7,26 @@ from graphmoe.config.choices import (
     ATTENTIONS,
     DISPATCHERS,
     EXPERTS_BACKENDS,
+    FP8_PRODUCTS,
     LAYERS,
     AttentionBackend,
     AttentionBias,
     AuxLoss,
     Balance,
+    ComputeDtype,
     ContextMethod,
     DeltaNetBackend,
     DispatchDtype,
     DpShard,
+    Fp8Measure,
+    Fp8WeightGrad,
     GroupScore,
     LinearAttention,
     RopeScaling,
     ScoreFunction,
     Transport,
 )
+from graphmoe.config.formats import Fp8Recipe
 from graphmoe.config.ranges import (
     FP32,
     INT32,
@@ -312,6 +317,27 @@ class PipelineConfig:
     ep_overlap: Any = "auto"
     """Overlap communication with compute: interleave one micro-batch's backward with the next one's forward;
     true, false or auto (with symm on GPUs and no pipeline)."""
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats; gradients, router and loss are fp32."""
+
+    compute: ComputeDtype = ComputeDtype.auto
+    """Weights and activations: bf16, fp32, or auto (bf16 on GPU); default: as in model=FOLDER, or auto."""
+    fp8: Fp8Recipe = Fp8Recipe.none
+    """fp8 GEMM scaling, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32), or auto
+    (by the GPU; needs fp8_measure)."""
+    fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
+    """GEMMs in fp8: experts, attn, mlp, shared_experts."""
+    fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
+    """wgrad of dense fp8 GEMMs: fp8 or bf16."""
+    fp8_skip_layers: list[int] = field(default_factory=list)
+    """Layers without fp8, from 0; negative: from the end."""
+    fp8_measure: Fp8Measure = Fp8Measure.auto
+    """auto: on a GPU, fp8 only for GEMMs at least 2% faster with it; none: for all."""
+    deterministic: bool = False
+    """Only deterministic kernels, which are slower."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.attention import is_hybrid, is_linear, model_of_layer
-from graphmoe.plan.buckets import BufferLayout, Matrices, matrices_of
+from graphmoe.plan.buckets import ALIGNMENT, BufferLayout, Kept, Matrices, matrices_of
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.experts import is_moe, moe_layers
 from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
@@ -107,11 +107,11 @@ def state_bytes(
     bucket_mb: float,
     element_bytes: int = 2,
     dp_shard: DpShard = DpShard.zero1,
-    num_moments: Sequence[int] = (2,),
+    kept: Sequence[Kept] = (Kept(FP32, 2 * FP32),),
 ) -> dict[str, float]:
     """Return bytes of state by kind, on each rank that has these stages (by default all).
 
-    ``num_moments``: moments of an element, and if matrices are updated whole, of theirs.
+    ``kept``: state of an element, and if matrices are updated whole, of theirs.
 
     Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have fp32 master
     weights. With fsdp2 all is sharded; weights gathered for a layer are not counted.
@@ -123,14 +123,17 @@ def state_bytes(
             **found,
             "grads": FP32 * owned,
             "main_params": FP32 * owned,
-            "moments": num_moments[0] * FP32 * owned,
+            "moments": kept[0].moments * owned,
         }
-    for buffer, ranks, matrices in _flat_buffers(model, layout, stages, bucket_mb, len(num_moments) > 1):
+    for buffer, ranks, matrices in _flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1):
         size, shard = buffer.size, buffer.shard_size
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
         found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
-        found["main_params"] += FP32 * shard if element_bytes != FP32 else 0
-        found["moments"] += num_moments[matrices is not None] * FP32 * shard
+        own, rows = kept[0], shard // ALIGNMENT
+        if matrices is not None:
+            own, rows = kept[1], sum(count * shape.rows for shape, count in matrices.items())
+        found["main_params"] += own.main * shard if element_bytes != FP32 else 0
+        found["moments"] += own.moments * shard + own.row * rows
     return found
 
 

@@ -86,7 +86,10 @@ class StepOptimizer(ABC):
         """Return the model's state for a checkpoint. A collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's master weights and moments by parameter name, counters and scales; no copies."""
+        """Return this rank's master weights and moments by parameter name, counters and scales.
+
+        Moments that are not stored in fp32 are fp32 copies in host memory, others share the state's memory.
+        """
         found = {moment: self._entries(moment) for moment in self.rule.all_moments}
         found["main"] = self._entries("main") if self.rounds else {}
         return {**found, "counters": self._counters(), "scales": self.scales.values() if self.scales else {}}

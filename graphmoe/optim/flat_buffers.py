@@ -10,8 +10,9 @@ parameter boundaries. Rank 1 of 3 owns::
 If the rule updates whole matrices, these have buffers of their own, in which each matrix has one owner.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,24 +20,13 @@ from torch import Tensor, nn
 
 from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
 from graphmoe.optim.rule import UpdateRule
+from graphmoe.optim.storage import ROW, SMALLEST, Region, Storage, decode, encode, origins_of
 from graphmoe.plan.buckets import Bucket, BufferLayout, Matrices, matrices_of
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.ranks import Mesh
 
+PLAIN = Storage()
 BATCH_ELEMENTS = 2**26  # most elements of a batch of matrices, which bounds the memory of an update
-
-
-class Region(NamedTuple):
-    """Part of a rank's shards with one update: flat, or for a rule of matrices [N, rows, columns]."""
-
-    rule: UpdateRule
-    decays: bool
-    tensors: list[Tensor]
-    """Master weights, gradient, moments, rounded weights if any."""
-
-    @property
-    def grad(self) -> Tensor:
-        return self.tensors[1]
 
 
 class Family:
@@ -52,8 +42,10 @@ class Family:
         rule: UpdateRule,
         *,
         of_matrices: bool = False,
+        storage: Storage = PLAIN,
     ) -> None:
         """``order``: each weight's index in ``model.parameters()``."""
+        self.mesh, self.storage = mesh, storage
         self.rule, self.of_matrices = rule, of_matrices
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
         self.group = mesh.group(axis)  # None if this rank owns everything
@@ -70,9 +62,22 @@ class Family:
                 weight.data = view
         self.grad = torch.zeros(size, device=device)  # this rank's unreduced fp32 gradients
         self.weight_shard = self._own(self.weight)
-        self.main = self.weight_shard.float()  # master weights; ``weight_shard`` itself if that is fp32
-        self.grad_shard = self.grad if self.group is None else torch.zeros_like(self.main)
-        self.moments = {name: torch.zeros_like(self.main) for name in rule.moments}
+        # master weights; ``weight_shard`` itself if that is fp32 or there are none
+        self.main = self.weight_shard if storage.in_place else self.weight_shard.float()
+        self.grad_shard = self.grad
+        if self.group is not None:
+            self.grad_shard = torch.zeros_like(self.main, dtype=torch.float32)
+        self.moments = {
+            name: torch.zeros_like(self.main, dtype=storage.dtype(rule, name)) for name in rule.moments
+        }
+        # tensors of each region's rows, apart since graphs copy inputs whose addresses are not aligned
+        self.rows: dict[str, Tensor] = {}
+        for number, (part, shape) in enumerate([] if storage.is_plain else self._parts()):
+            self.rows[f"origins {number}"] = self._origins(part, shape)
+            for name in rule.moments if storage.has_scales else ():
+                self.rows[f"scales of {name} {number}"] = torch.full(
+                    (*shape[:-1], 1), SMALLEST, device=device
+                )
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         places = zip(self.names, self.layout.starts, self.weights, strict=True)
@@ -84,18 +89,61 @@ class Family:
         return {self.names[i]: (first, shard[part]) for i, first, part in ranges}
 
     def regions(self) -> list[Region]:
-        shards = [self.main, self.grad_shard, *self.moments.values()]
-        if self.weight_shard is not self.main:
-            shards.append(self.weight_shard)
+        found, rounds = [], self.weight_shard is not self.main
+        for number, (part, shape) in enumerate(self._parts()):
+            own = [each[part].view(shape) for each in (self.main, self.grad_shard, *self.moments.values())]
+            scales = [self.rows[f"scales of {n} {number}"] for n in self.moments if self.storage.has_scales]
+            origins = [] if self.storage.is_plain else [self.rows[f"origins {number}"]]
+            rounded = [self.weight_shard[part].view(shape)] if rounds else []
+            decays = self.of_matrices or part.start < self.layout.decayed
+            found.append(Region(self.rule, decays, own[0], own[1], own[2:], scales, rounded, origins))
+        return found
+
+    def moment(self, name: str) -> Tensor:
+        """Return this rank's shard of a moment in fp32; a copy in host memory if it is stored otherwise."""
+        held = self.moments[name]
+        if held.dtype == torch.float32:
+            return held
+        found = torch.zeros(held.shape)
+        for part, values, scale in self._stored(name):
+            found[part] = decode(values.cpu(), None if scale is None else scale.cpu()).view(-1)
+        return found
+
+    def store_moment(self, name: str, shard: Tensor) -> None:
+        """Set a moment that is not stored in fp32, rounded to the nearest; ``shard`` is in host memory."""
+        for part, values, scale in self._stored(name):
+            new = shard[part].view(values.shape)
+            if scale is not None:
+                new, largest = encode(new, values.dtype)
+                scale.copy_(largest)
+            values.copy_(new)
+
+    def _stored(self, name: str) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        for number, (part, shape) in enumerate(self._parts()):
+            yield part, self.moments[name][part].view(shape), self.rows.get(f"scales of {name} {number}")
+
+    def _parts(self) -> list[tuple[slice, tuple[int, ...]]]:
+        """Return the range of each region in this rank's shards, and its shape."""
         if self.of_matrices:
             return [
-                Region(self.rule, True, [shard[part].view(-1, *shape) for shard in shards])
-                for part, shape in self._batches()
+                (part, ((part.stop - part.start) // shape.size, *shape)) for part, shape in self._batches()
             ]
-        end = self.layout.decayed
-        parts = {True: slice(0, end), False: slice(end, self.main.numel())}
-        held = {decays: part for decays, part in parts.items() if part.stop > part.start}
-        return [Region(self.rule, decays, [s[part] for s in shards]) for decays, part in held.items()]
+        end, size = self.layout.decayed, self.layout.shard_size
+        parts = [part for part in (slice(0, end), slice(end, size)) if part.stop > part.start]
+        row = () if self.storage.is_plain else (ROW,)
+        return [(part, ((part.stop - part.start) // math.prod(row), *row)) for part in parts]
+
+    def _origins(self, region: slice, shape: Sequence[int]) -> Tensor:
+        row, found = shape[-1], torch.zeros((*shape[:-1], 1), dtype=torch.int32)
+        for i, first, part in self.layout.own_ranges(self.weights):
+            start, stop = max(part.start, region.start), min(part.stop, region.stop)
+            if start < stop:
+                elements = torch.arange(first + start - part.start, first + stop - part.start, row)
+                weight, (layout, rank) = self.weights[i], (self.mesh.layout, self.mesh.rank)
+                keys = (self.names[i], elements, weight.shape, layout_of(weight), layout, rank)
+                at = (start - region.start) // row
+                found.view(-1)[at : at + len(elements)] = origins_of(*keys, self.storage.seed)
+        return found.to(self.weight.device)
 
     def _batches(self) -> Iterator[tuple[slice, Matrices]]:
         # matrices of one shape that follow each other, of one parameter or several
@@ -151,7 +199,9 @@ class Family:
         return whole if self.group is None else torch.cat([whole[b.own] for b in self.layout.buckets])
 
 
-def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule) -> list[Family]:
+def families_of(
+    model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule, storage: Storage = PLAIN
+) -> list[Family]:
     """Group the model's parameters by the ranks that reduce their gradients, and by update."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
@@ -163,7 +213,9 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, rule: Upda
         axis = layout_of(next(iter(weights.values()))).summed_over
         places = [order[name] for name in weights]
         own = rule.matrices if rule.matrices and is_matrix else rule
-        found.append(Family(weights, places, mesh, axis, bucket_elements, own, of_matrices=is_matrix))
+        found.append(
+            Family(weights, places, mesh, axis, bucket_elements, own, of_matrices=is_matrix, storage=storage)
+        )
     return found
 
 

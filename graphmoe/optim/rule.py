@@ -34,7 +34,7 @@ class StepScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Update rule, of `RULES` or a plug-in: elementwise, tensors are flat fp32 shards."""
+    """Update rule, of `RULES` or a plug-in: elementwise, tensors are fp32 shards, flat or [N, 64]."""
 
     moments: tuple[str, ...]
     """Names of a parameter's moments, initially zero; used in checkpoints."""
@@ -48,6 +48,8 @@ class UpdateRule:
     """Rule of whole matrices, fp32 [N, rows, columns], each on one rank; None: all is updated by element."""
     flops: Callable[[int, int], int] | None = None
     """FLOPs of the update of a matrix of rows and columns, for projections."""
+    squares: tuple[str, ...] = ()
+    """Moments that are never negative and divide others: int8 keeps more of their range."""
 
     def __post_init__(self) -> None:
         if len({*self.all_moments, "main", "counters"}) < len(self.all_moments) + 2:
@@ -58,17 +60,6 @@ class UpdateRule:
     @property
     def all_moments(self) -> tuple[str, ...]:
         return (*self.moments, *(self.matrices.moments if self.matrices else ()))
-
-    @property
-    def num_moments(self) -> tuple[int, ...]:
-        """Return the number of moments per element: of elementwise parameters, then of matrices."""
-        return len(self.moments), *([len(self.matrices.moments)] if self.matrices else [])
-
-    @property
-    def bytes_moved(self) -> int:
-        """Return bytes of memory that a compiled update reads and writes per parameter."""
-        # master weights and moments are read and written, gradients read twice, bf16 weights written
-        return 4 * (2 * (1 + len(self.moments)) + 2) + 2
 
     def apply(
         self,
@@ -139,7 +130,7 @@ def _fused(
 
 
 # arXiv 1711.05101, algorithm 2
-ADAMW = UpdateRule(("exp_avg", "exp_avg_sq"), _numbers, _update, _fused)
+ADAMW = UpdateRule(("exp_avg", "exp_avg_sq"), _numbers, _update, _fused, squares=("exp_avg_sq",))
 
 
 # map decay progress, 0 to 1, to a position between floor (0) and peak (1)

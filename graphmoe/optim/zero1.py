@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmoe.checkpoint.entries import local_part
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
-from graphmoe.config.schema import OptimConfig, TrainConfig
+from graphmoe.config.schema import MasterDtype, OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
-from graphmoe.optim.flat_buffers import Region, families_of
+from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.qk_clip import QkClip
 from graphmoe.optim.reduction import GradientReduction, WeightGather
+from graphmoe.optim.storage import Region, Storage, update_stored
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture import TensorSlot
 from graphmoe.runtime.compile.weight_forms import WeightForms
@@ -39,8 +41,12 @@ class Optimizer(StepOptimizer):
         self.weights = list(model.parameters())
         assert all(w.dtype == self.weights[0].dtype and w.requires_grad for w in self.weights)
         elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
-        self.families = families_of(model, self.mesh, elements, self.rule)
-        self.rounds = self.weights[0].dtype != torch.float32
+        is_rounded = self.weights[0].dtype != torch.float32
+        in_place = is_rounded and optim.master_dtype is MasterDtype.bf16
+        storage = Storage(optim.moment_dtype, in_place, train.seed)
+        self.families = families_of(model, self.mesh, elements, self.rule, storage)
+        self.rounds = is_rounded and not in_place
+        self.update_stored = update_stored
         totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
@@ -105,6 +111,12 @@ class Optimizer(StepOptimizer):
         super().restored(state)
         for family in self.families:
             family.shard_weights()
+            for name in [name for name in family.moments if state.get(name)]:
+                if family.moments[name].dtype != torch.float32:
+                    shard = torch.zeros(family.moments[name].shape)
+                    for weight, (_, own) in family.owned(shard).items():
+                        own.copy_(local_part(state[name][weight]).view(-1))
+                    family.store_moment(name, shard)
         self.publish()
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
@@ -115,7 +127,7 @@ class Optimizer(StepOptimizer):
         for family in self.families:
             which = f" over {family.axis}" if len(self.families) > 1 else ""
             which += " of matrices" * family.of_matrices
-            holders += [(which, vars(family)), (which, family.moments)]
+            holders += [(which, vars(family)), (which, family.moments), (which, family.rows)]
         for which, holder in holders:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
                 found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
@@ -134,8 +146,14 @@ class Optimizer(StepOptimizer):
         return list(self.weights_to_fill().values())
 
     def weights_to_fill(self) -> dict[str, Tensor]:
-        """Gather unsharded fp32 weights by parameter name, into the memory of gradients. A collective."""
-        found = [family.gathered(family.main, into=family.grad) for family in self.families]
+        """Gather unsharded master weights by parameter name, into the memory of gradients. A collective.
+
+        Without master weights, bf16 weights into their own memory.
+        """
+        found = [
+            family.gathered(family.main, into=family.weight if family.storage.in_place else family.grad)
+            for family in self.families
+        ]
         return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
 
     @torch.no_grad()
@@ -164,9 +182,9 @@ class Optimizer(StepOptimizer):
     def _entries(self, kind: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for family in self.families:
-            flat = family.main if kind == "main" else family.moments.get(kind)
-            if flat is None:
+            if kind != "main" and kind not in family.moments:
                 continue
+            flat = family.main if kind == "main" else family.moment(kind)
             weights = dict(zip(family.names, family.weights, strict=True))
             if self._alone:
                 found |= family.views(flat)
@@ -210,12 +228,15 @@ class Optimizer(StepOptimizer):
         fused: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scalars = self._scalars(norm, loss, applied, void, numbers)
-        for rule, decays, (main, grad, *rest) in self._regions_of(flats):
-            moments, rounded = rest[: len(rule.moments)], rest[len(rule.moments) :]
-            lists = [main], [grad], [[moment] for moment in moments]
+        for region in self._regions_of(flats):
+            rule, main = region.rule, region.main
             own = scalars._replace(numbers=scalars.of_matrices) if rule is self.rule.matrices else scalars
-            rule.apply(*lists, config=self.config, decays=decays, scalars=own, fused=fused)
-            for weight in rounded:
+            if region.origins:
+                self.update_stored(region, own, eager=fused)
+                continue
+            lists = [main], [region.grad], [[moment] for moment in region.moments]
+            rule.apply(*lists, config=self.config, decays=region.decays, scalars=own, fused=fused)
+            for weight in region.rounded:
                 weight.copy_(main)
         done = scalars.ok.float()
         count_step(done, void, applied, skipped, skipped_in_row, longest_skip)
@@ -223,7 +244,7 @@ class Optimizer(StepOptimizer):
 
     def _regions_of(self, flats: Sequence[Tensor]) -> list[Region]:
         given = iter(flats)
-        return [region._replace(tensors=[next(given) for _ in region.tensors]) for region in self._regions]
+        return [region.of(given) for region in self._regions]
 
 
 @torch.no_grad()

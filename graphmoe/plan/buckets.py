@@ -49,6 +49,23 @@ def matrices_of(name: str, weight: Tensor) -> Matrices | None:
     return Matrices(rows // 2 if "gate_up" in name else rows, columns)
 
 
+class Kept(NamedTuple):
+    """Bytes of an optimizer's state besides weights and gradients."""
+
+    main: int
+    """Of an element's master weight, if weights are bf16."""
+    moments: int
+    """Of an element's moments."""
+    row: int = 0
+    """Of scales and random keys of a row: `ALIGNMENT` elements, or a row of a matrix updated whole."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return bytes of memory that a compiled update reads and writes for an element, without rows."""
+        # gradients are read twice; without master weights bf16 weights are read too
+        return 2 * (self.main + self.moments) + 2 * 4 + (2 if self.main else 4)
+
+
 class Bucket(NamedTuple):
     """Consecutive parameters that share one gradient reduction and one weight gather."""
 

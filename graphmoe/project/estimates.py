@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from graphmoe.config.schema import Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import state_bytes
-from graphmoe.optim import rule_of
+from graphmoe.optim.storage import kept_of
 from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
@@ -215,10 +215,10 @@ class Estimates:
                 stages,
                 bucket_mb=optim.bucket_mb,
                 element_bytes=self._plain.element_bytes,
-                num_moments=rule_of(optim.name).num_moments,
+                kept=kept_of(optim),
             ),
             reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages),
-            update_seconds(optim.name, owned, self.speeds),
+            update_seconds(optim, owned, self.speeds),
         )
 
     def _estimate_buffers(self, like: Like, kind: str, stages: Stages, lanes: int) -> float:

@@ -48,7 +48,7 @@ def step_time(
     owned = map(plan.own_stages, range(layout.pp))
     gradients = max(reduction_seconds(sizes, speeds, of_place) for of_place in owned)
     gradients -= min(gradients * speeds.rates.hidden_gradients, makespan / count)
-    update = max(update_seconds(config.optim.name, place.owned, speeds) for place in places)
+    update = max(update_seconds(config.optim, place.owned, speeds) for place in places)
     of_host = [host_seconds(config, of_stage, speeds) for of_stage in times]
     host = count * max(sum(of_host[number] for number in numbers) for numbers in own)
     makespan = at_the_power_limit(makespan, count * max(busy), gradients + update, speeds)

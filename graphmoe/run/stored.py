@@ -63,12 +63,17 @@ class StoredTrain(msgspec.Struct):
     micro_batch_size: int | None = None
 
 
+class StoredOptim(msgspec.Struct):
+    master_dtype: str = "fp32"
+
+
 class StoredRun(msgspec.Struct):
     """Keys that are read from a stored run."""
 
     model: dict[str, Any]
     train: StoredTrain = msgspec.field(default_factory=StoredTrain)
     precision: StoredPrecision = msgspec.field(default_factory=StoredPrecision)
+    optim: StoredOptim = msgspec.field(default_factory=StoredOptim)
     data: StoredData = msgspec.field(default_factory=StoredData)
     checkpoint: StoredCheckpoint = msgspec.field(default_factory=StoredCheckpoint)
 

@@ -32,7 +32,7 @@ from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, has_
 from graphmoe.checkpoint.store import CheckpointStore, check_fit
 from graphmoe.config.progress import working
 from graphmoe.config.ranges import OWN_CODE
-from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
+from graphmoe.config.schema import ComputeDtype, ConfigError, MasterDtype, ModelConfig, RunConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.rules import violations
@@ -305,7 +305,7 @@ def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dic
     if compute is not None and compute not in ComputeDtype.__members__:
         valid = ", ".join(ComputeDtype.__members__)
         raise FileError(f"{path}: precision.compute={compute} must be one of {valid}")
-    if compute != ComputeDtype.bf16.name:
+    if compute != ComputeDtype.bf16.name or run.optim.master_dtype == MasterDtype.bf16:
         return {"model": state}
     # "model" holds weights rounded to bf16; the optimizer holds the master weights.
     buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}

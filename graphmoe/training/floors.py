@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from graphmoe.config.schema import ConfigError, ModelConfig, OptimConfig
 from graphmoe.model.sizes import Owned, owned_parameters
 from graphmoe.optim import rule_of
+from graphmoe.optim.storage import kept_of
 from graphmoe.plan.costs.hardware import card_in
 from graphmoe.plan.costs.rates import Speeds, ceilings
 from graphmoe.plan.costs.segment_times import SegmentTime
@@ -44,7 +45,7 @@ def floors_of(plan: Plan, rank: int, device: str) -> Floors:
     owned = owned_of(plan.optim, plan.model, plan.layout, own)
     return [
         *({times[0].name: _sums(times) for times in zip(*alike, strict=True)} for alike in kinds.values()),
-        {"optimizer": (1e3 * update_seconds(plan.optim.name, owned, speeds), 0.0, 0.0)},
+        {"optimizer": (1e3 * update_seconds(plan.optim, owned, speeds), 0.0, 0.0)},
     ]
 
 
@@ -57,13 +58,13 @@ def owned_of(optim: OptimConfig, model: ModelConfig, layout: Layout, stages: Seq
     return owned_parameters(model, layout, stages, optim.bucket_mb, whole=whole)
 
 
-def update_seconds(optimizer: str, owned: Owned, speeds: Speeds) -> float:
+def update_seconds(optim: OptimConfig, owned: Owned, speeds: Speeds) -> float:
     """Return seconds of a rank's update: memory traffic, and GEMMs of whole matrices at the dense rate."""
-    rule = rule_of(optimizer)
-    seconds = owned.elements * rule.bytes_moved / speeds.hbm
+    rule, kept = rule_of(optim.name), kept_of(optim)
+    seconds = owned.elements * kept[0].bytes_moved / speeds.hbm
     for shape, count in owned.matrices.items():
         assert rule.matrices is not None
-        seconds += count * shape.size * rule.matrices.bytes_moved / speeds.hbm
+        seconds += count * shape.size * kept[1].bytes_moved / speeds.hbm
         if rule.matrices.flops:
             flops = count * rule.matrices.flops(*shape)
             seconds += speeds.seconds(flops, "dense", shape.size**0.5, max(shape))

@@ -9,7 +9,7 @@ from graphmoe.config.schema import GraphConfig, MoEConfig
 from graphmoe.model.sizes import STATE_KINDS, Owned, state_bytes
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
-from graphmoe.optim import rule_of
+from graphmoe.optim.storage import kept_of
 from graphmoe.plan.attention import LINEAR_CHUNK, is_linear
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
 from graphmoe.plan.costs.layer_parts import fp8_weights
@@ -119,7 +119,7 @@ def state_of_place(plan: Plan, place: int) -> dict[str, float]:
     return state_bytes(
         plan.model, plan.layout, plan.own_stages(place), bucket_mb=plan.optim.bucket_mb,
         element_bytes=plan.dtype.itemsize, dp_shard=plan.parallel.dp_shard,
-        num_moments=rule_of(plan.optim.name).num_moments,
+        kept=kept_of(plan.optim),
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
     """Return bytes of two quantized copies of layers' weights, with scales, beside those in bf16."""
 
     def beside(axis: Axis) -> bool:
-        return sizes.layout.size(axis) > 1 or sizes.element_bytes != 2
+        return sizes.layout.size(axis) > 1 or sizes.element_bytes != 2 or not sizes.has_masters
 
     return sum(
         count * (2 * rows * columns * beside(axis) + ROWWISE.scale_bytes * (rows + columns))

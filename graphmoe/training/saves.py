@@ -137,7 +137,8 @@ def first_not_finite(state: dict[str, Any]) -> str | None:
     if not floats:
         return None
     # the largest magnitude is NaN where any value is; other than isfinite() it takes no memory
-    largest = torch.stack([torch.linalg.vector_norm(part, math.inf).float() for part in floats.values()])
+    norms = [torch.linalg.vector_norm(part, math.inf).float() for part in floats.values()]
+    largest = torch.stack([norm.to(norms[0].device) for norm in norms])  # some moments are in host memory
     finite = wait_for(largest.isfinite().tolist)
     return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
 

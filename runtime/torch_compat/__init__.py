@@ -128,7 +128,11 @@ def compile_inference(
     # Autotuning runs candidates on copies of mutated inputs, on the host if copies raise the peak memory:
     # minutes for an optimizer (torch/_inductor/runtime/triton_heuristics.py: copy_args_to_cpu_if_needed)
     changes = any(map(_changes_tensors, graph.graph.nodes))
-    patches = {"triton.autotune_pointwise": False} if changes else {}
+    patches: dict[str, Any] = {"triton.autotune_pointwise": False} if changes else {}
+    # Inductor writes long expressions with several readers to memory (torch/_inductor/ir.py:
+    # should_realize_on_reuse). Those of stochastic rounding, which hash, would be fp32 buffers of a shard.
+    if any(node.target is torch.ops.aten.bitwise_xor.Tensor for node in graph.graph.nodes):
+        patches |= {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 100}
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
         return compile_fx(graph, list(fakes), config_patches=patches)  # type: ignore[return-value]
 

@@ -236,9 +236,10 @@ def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
     optimizer, found = trainer.optimizer, dict[str, Tensor]()
     if isinstance(optimizer, Optimizer):
         for family in optimizer.families:
-            shard = family.moments.get(kind) if kind in optimizer.rule.all_moments else getattr(family, kind)
-            if shard is not None:  # matrices and the rest may have other moments
-                found |= family.gathered(shard, into=family.grad.clone())
+            if kind in optimizer.rule.all_moments and kind not in family.moments:
+                continue  # matrices and the rest may have other moments
+            shard = family.moment(kind) if kind in family.moments else getattr(family, kind)
+            found |= family.gathered(shard, into=family.grad.to(shard.dtype, copy=True))
         return found
     shards = optimizer._shards(optimizer.moments.get(kind, optimizer.main))
     parts = trainer.ranks.gather({name: (shard.start, shard.data.cpu()) for name, shard in shards.items()})
@@ -254,9 +255,8 @@ def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
 def whole_state(trainer: Trainer) -> dict[str, Any]:
     optimizer = trainer.optimizer
     counters = optimizer.state_dict()["counters"]
-    rounded = trainer.plan.dtype != torch.float32
     moments = {key: gathered(trainer, key) for key in optimizer.rule.all_moments}
-    state = {**moments, "main": gathered(trainer, "main") if rounded else {}, "counters": counters}
+    state = {**moments, "main": gathered(trainer, "main") if optimizer.rounds else {}, "counters": counters}
     with mock.patch.object(optimizer, "state_dict", lambda: state):
         return trainer._state()
 

@@ -9,9 +9,9 @@ from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights, state_bytes
 from graphmoe.ops.delta_net import launches
 from graphmoe.ops.symm.peers import Region, Sizes
-from graphmoe.optim import rule_of
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.rule import ADAMW
+from graphmoe.optim.storage import kept_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.layouts import all_pieces
@@ -234,6 +234,11 @@ CASES = {
     "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
     "whole matrices": ("optim.name=muon",),
     "whole matrices, ep, bf16": ("optim.name=muon", "parallel.ep=4", "precision.compute=bf16"),
+    "bf16 moments": ("optim.moment_dtype=bf16", "parallel.ep=2", "precision.compute=bf16"),
+    "int8 moments, no masters": (
+        "optim.moment_dtype=int8", "optim.master_dtype=bf16", "precision.compute=bf16",
+    ),
+    "whole matrices, int8": ("optim.name=muon", "optim.moment_dtype=int8", "parallel.ep=2"),
     "whole matrices, more ranks than experts": ("optim.name=muon", "model.num_experts=2", "model.top_k=1"),
 }  # fmt: skip
 
@@ -247,7 +252,7 @@ def test_state_is_what_a_dry_run_counts(words):
     names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
     projected = state_bytes(
         run.model, layout, bucket_mb=run.optim.bucket_mb, element_bytes=element_bytes,
-        num_moments=rule_of(run.optim.name).num_moments,
+        kept=kept_of(run.optim),
     )  # fmt: skip
     if element_bytes == 4:  # the shard of the weights is the main weights
         assert projected["main_params"] == 0

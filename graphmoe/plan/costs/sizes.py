@@ -16,6 +16,7 @@ from graphmoe.config.schema import (
     DpShard,
     Fp8Recipe,
     Fp8WeightGrad,
+    MasterDtype,
     ModelConfig,
     RunConfig,
     Transport,
@@ -65,6 +66,8 @@ class Sizes:
     dispatcher: str = "local"
     overlaps: bool = False
     """True if a micro-batch is exchanged while another is computed."""
+    has_masters: bool = True
+    """True if bf16 weights have fp32 master weights, from which they can be restored."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -108,6 +111,7 @@ class Sizes:
             on_nvidia,
             choice,
             overlaps(config, layout),
+            config.optim.master_dtype is MasterDtype.fp32,
         )
 
     @functools.cached_property

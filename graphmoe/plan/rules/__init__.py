@@ -49,6 +49,7 @@ RULES = (
     parallel.shard_rules,
     parallel.matrix_rules,
     parallel.clip_rules,
+    parallel.storage_rules,
     parallel.context_parallel_rules,
 )
 

@@ -7,10 +7,13 @@ from graphmoe.config.choices import ATTENTIONS, LAYERS, OPTIMIZERS, look_up
 from graphmoe.config.ranges import LEAST_FP32, MOST_FP32
 from graphmoe.config.schema import (
     AttentionBackend,
+    ComputeDtype,
     ConfigError,
     ContextMethod,
     DeltaNetBackend,
+    DeviceChoice,
     DpShard,
+    MasterDtype,
     ModelConfig,
     ParallelConfig,
     RunConfig,
@@ -208,6 +211,31 @@ def clip_rules(config: RunConfig) -> Iterator[str]:
     for key, known in (("attention", ATTENTIONS), ("layer", LAYERS)):
         if (value := getattr(model, key)) not in known.names:
             yield f"model.{key}={value} bounds no logits for {given}; use {' or '.join(known.names)}, {off}"
+
+
+def storage_rules(config: RunConfig) -> Iterator[str]:
+    """Yield an error for each key with which moments or weights cannot be stored as asked."""
+    optim, precision = config.optim, config.precision
+    for key in ("moment_dtype", "master_dtype"):
+        given = f"optim.{key}={getattr(optim, key).value}"
+        if config.parallel.dp_shard is DpShard.fsdp2 and getattr(optim, key) != "fp32":
+            yield (
+                f"{given} stores flat buffers, which parallel.dp_shard=fsdp2 does not have; use "
+                f"parallel.dp_shard=zero1, or optim.{key}=fp32"
+            )
+    if optim.master_dtype is MasterDtype.fp32:
+        return
+    on_cpu = config.run.device is DeviceChoice.cpu and config.launch.fake_world is None
+    if precision.compute is ComputeDtype.fp32 or (precision.compute is ComputeDtype.auto and on_cpu):
+        yield (
+            "optim.master_dtype=bf16 needs bf16 weights, and those of precision.compute="
+            f"{precision.compute.value} are fp32; use precision.compute=bf16, or optim.master_dtype=fp32"
+        )
+    if optim.qk_clip > 0:
+        yield (
+            f"optim.qk_clip={optim.qk_clip:g} scales weights by less than optim.master_dtype=bf16 resolves; "
+            f"use optim.qk_clip=0, or optim.master_dtype=fp32"
+        )
 
 
 def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMethod:

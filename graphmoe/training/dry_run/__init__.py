@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from graphmoe.config.progress import working
 from graphmoe.config.schema import AttentionBackend, DeltaNetBackend, RunConfig
+from graphmoe.optim.rule import StepScalars
+from graphmoe.optim.storage import Region, update_stored
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.plan import PipelinePlan
@@ -143,6 +145,8 @@ def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
         collectives = CollectiveLog(mesh)
         watch = StepWatch(collectives, memory)
         model, optimizer = fake_build(plan, mesh)
+        if plan.compile.enabled:
+            optimizer.update_stored = _update_compiled
         sizes = plan.sizes(on_nvidia=torch.version.hip is None)
         shared = torch.empty(shared_bytes(sizes, plan.moe, plan.graph), dtype=torch.uint8)
         memory.hold("shared", [shared])
@@ -182,13 +186,18 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
         step(torch.zeros(shape, dtype=torch.int64) for _ in range(count))
 
 
+def _update_compiled(region: Region, scalars: StepScalars, *, eager: bool) -> None:
+    if region.grad.dim() == 3:  # matrices; an elementwise update is one kernel, without memory of its own
+        update_stored(region, scalars, eager=eager)
+
+
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:
     families = optimizer.families
     return {
         "weights": [tensor for f in families for tensor in (f.weight, f.weight_shard)],
         "main_weights": [f.main for f in families],
         "gradients": [tensor for f in families for tensor in (f.grad, f.grad_shard)],
-        "moments": [tensor for f in families for tensor in f.moments.values()],
+        "moments": [tensor for f in families for of in (f.moments, f.rows) for tensor in of.values()],
         "buffers": [*model.buffers()],
     }
 

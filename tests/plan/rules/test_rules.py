@@ -52,6 +52,8 @@ parallel.tp=2 model.context_length=63 | data.seq_len=63, the tokens of a sequenc
 optim.name=muon parallel.tp=2 | optim.name=muon updates whole; use parallel.tp=1, or optim.name=adamw
 optim.name=muon parallel.etp=2 | parallel.etp=2 shards matrices, which optim.name=muon updates whole; use
 optim.name=graphmoe.optim.muon:MUON parallel.tp=2 | shards matrices, which optim.name=graphmoe.optim.muon:MUON
+optim.moment_dtype=int8 parallel.dp_shard=fsdp2 | optim.moment_dtype=int8 stores flat buffers, which
+optim.master_dtype=bf16 precision.compute=fp32 | precision.compute=fp32 are fp32; use precision.compute=bf16
 optim.name=muon parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 shards matrices, which optim.name=muon
 model.num_experts=0 model.num_dense_layers=5 | every layer dense; use model.num_dense_layers=4
 model.num_experts=0 model.num_dense_layers=0 | every layer dense; use model.num_dense_layers=4

@@ -35,9 +35,11 @@ class Optimizer(StepOptimizer):
     ) -> None:
         super().__init__(optim, train, mesh or Mesh(ALONE), next(model.parameters()).device)
         self.model = model
-        self.names = [name for name, _ in model.named_parameters()]
-        self.weights = list(model.parameters())
-        assert all(w.dtype == self.weights[0].dtype and w.requires_grad for w in self.weights)
+        trained, self.frozen = dict[str, nn.Parameter](), dict[str, Tensor]()
+        for name, weight in model.named_parameters():
+            (trained if weight.requires_grad else self.frozen)[name] = weight
+        self.names, self.weights = [*trained], [*trained.values()]
+        assert all(w.dtype == self.weights[0].dtype for w in self.weights)
         elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
         self.families = families_of(model, self.mesh, elements, self.rule)
         self.rounds = self.weights[0].dtype != torch.float32
@@ -131,12 +133,16 @@ class Optimizer(StepOptimizer):
 
     @property
     def main(self) -> list[Tensor]:
-        return list(self.weights_to_fill().values())
+        return [tensor for name, tensor in self.weights_to_fill().items() if name not in self.frozen]
 
     def weights_to_fill(self) -> dict[str, Tensor]:
-        """Gather unsharded fp32 weights by parameter name, into the memory of gradients. A collective."""
+        """Gather unsharded fp32 weights by parameter name, into the memory of gradients. A collective.
+
+        Frozen weights are the model's own, of its dtype.
+        """
         found = [family.gathered(family.main, into=family.grad) for family in self.families]
-        return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
+        of_names = {name: tensor for of_family in found for name, tensor in of_family.items()}
+        return self._by_name(of_names) | {name: weight.detach() for name, weight in self.frozen.items()}
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, Tensor]) -> None:

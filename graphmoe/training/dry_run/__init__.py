@@ -185,7 +185,7 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:
     families = optimizer.families
     return {
-        "weights": [tensor for f in families for tensor in (f.weight, f.weight_shard)],
+        "weights": [*(t for f in families for t in (f.weight, f.weight_shard)), *optimizer.frozen.values()],
         "main_weights": [f.main for f in families],
         "gradients": [tensor for f in families for tensor in (f.grad, f.grad_shard)],
         "moments": [tensor for f in families for tensor in f.moments.values()],

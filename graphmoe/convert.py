@@ -19,7 +19,7 @@ from graphmoe.config.arguments import emit, parse_args, parse_size, run_tool
 from graphmoe.config.progress import counting, working
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
-from graphmoe.run.stored import FolderKind, kind_of
+from graphmoe.run.stored import FolderKind, base_folder, kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from graphmoe.checkpoint.hf.tensor_files import Index
     from graphmoe.run.tokenizer_files import TokenizerSource
 
-Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
+Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe", "peft"))
 Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
 
 
@@ -47,7 +47,8 @@ class ConvertArgs:
     to: Path
     """Output folder, new or empty."""
     target: Target = Target.auto
-    """Format of ``to``: hf, graphmoe, or auto (graphmoe from Hugging Face, else hf)."""
+    """Format of ``to``: hf, graphmoe, auto (graphmoe from Hugging Face, else hf), or peft (adapters of LoRA,
+    which the others merge into the weights)."""
     dtype: WeightDtype = WeightDtype.keep
     """fp32, bf16, fp16, or keep; the router's bias is always fp32."""
     quantise: Quantise = Quantise.none
@@ -97,6 +98,8 @@ def target_of(args: ConvertArgs, kind: FolderKind) -> Target:
         target = Target.graphmoe if kind is FolderKind.hf else Target.hf
     if target.name == kind.name:
         raise ConfigError(f"{args.from_} is a {kind.value} already; use another target than {target.name}")
+    if args.quantise is not Quantise.none and target is Target.peft:
+        raise ConfigError(f"quantise={args.quantise} is not for adapters; use target=hf, or quantise=none")
     if args.quantise is not Quantise.none and target is Target.graphmoe:
         instead = "convert it to graphmoe weights and these" if kind is FolderKind.hf else "use target=hf"
         raise ConfigError(
@@ -138,8 +141,10 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
 
     from graphmoe.checkpoint.hf.families import to_hf_config
     from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
+    from graphmoe.checkpoint.hf.peft import adapter_entries, merged, write_peft
     from graphmoe.checkpoint.hf.pieces import pieces
     from graphmoe.checkpoint.hf.tensor_files import in_fp8
+    from graphmoe.model.lora import ADAPTER, without_adapters
     from graphmoe.run.tokenizer_files import write_tokenizer
     from graphmoe.run.weights import option_name, own_pieces, train_command, tuned, write_weights
 
@@ -149,13 +154,22 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         source = _open(args, kind, wanted)
     named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
     named = tuned(named) if kind is FolderKind.hf else named
-    token_ids = source.tokenizer.token_ids
+    adapts, token_ids = target is Target.peft, source.tokenizer.token_ids
+    if adapts and not named.lora_rank:
+        raise ConfigError(f"target=peft is for adapters, and {args.from_} has none; use target=hf")
+    if named.lora_rank and not adapts:
+        source = replace(source, read=merged(named, source.dtypes, source.read))
+        named = without_adapters(named)
     dtypes = {name: wanted or found for name, found in source.dtypes.items()}
     dtypes |= {name: torch.float32 for name in dtypes if name.endswith(".selection_bias")}
     shapes = shapes_of(named)
     family, raw = (None, {}) if target is Target.graphmoe else to_hf_config(named)
-    layout = own_pieces(shapes) if family is None else pieces(family, named)
-    entries = [*entries_of(layout, shapes, dtypes, source.read)]
+    if family is not None and adapts:
+        shapes = {name: shape for name, shape in shapes.items() if ADAPTER in name}
+        entries = [*adapter_entries(family, named, shapes, dtypes, source.read)]
+    else:
+        layout = own_pieces(shapes) if family is None else pieces(family, named)
+        entries = [*entries_of(layout, shapes, dtypes, source.read)]
     if args.quantise is Quantise.fp8_block:
         if family is not None and family.quantization != "fp8":
             raise ConfigError(
@@ -167,6 +181,9 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         if family is None:
             meta = {"source": str(args.from_), "step": source.step, "token_ids": token_ids}
             files = write_weights(args.to, named, entries, meta, max_bytes=max_bytes, on_bytes=on_bytes)
+        elif adapts:
+            base = base_folder(args.from_)
+            files = write_peft(args.to, named, entries, base=base, max_bytes=max_bytes, on_bytes=on_bytes)
         else:
             files = write_hf(
                 args.to, raw, entries, max_bytes=max_bytes, token_ids=token_ids, on_bytes=on_bytes

@@ -83,7 +83,7 @@ def smallest_layout(cfg: RunConfig) -> Layout:
 
 def describe(plan: Plan) -> dict[str, Any]:
     """Return parameters, FLOPs per token, and state bytes: unsharded, of the largest rank, by pp rank."""
-    from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes  # imports torch
+    from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes, step_flops  # imports torch
     from graphmoe.optim.storage import kept_of
 
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
@@ -94,9 +94,12 @@ def describe(plan: Plan) -> dict[str, Any]:
         _whole_bytes(state(layout, stages, dp_shard=dp_shard), names)
         for stages in map(plan.own_stages, range(layout.pp))
     ]
-    by_part = forward_flops(model, plan.seq_len)
-    forward = sum(by_part.values())
-    flops = {"forward_components": by_part, "forward": forward, "backward": 2 * forward, "total": 3 * forward}
+    by_part, by_part_of_step = (count(model, plan.seq_len) for count in (forward_flops, step_flops))
+    forward, total = sum(by_part.values()), sum(by_part_of_step.values())
+    flops = {
+        "forward_components": by_part, "step_components": by_part_of_step,
+        "forward": forward, "backward": total - forward, "total": total,
+    }  # fmt: skip
     document = {
         "model": model.name, "num_layers": model.num_layers, "num_dense_layers": num_dense(model),
         "seq_len": plan.seq_len, "parameters": count_parameters(model), "flops_per_token": flops,
@@ -141,7 +144,8 @@ def render(document: dict[str, Any]) -> Group:
 def _parameter_table(parameters: dict[str, dict[str, int]]) -> Table:
     total, active = parameters["total"], parameters["active"]
     scale, unit = (1e9, "B") if total["full"] >= 1e9 else (1e6, "M")
-    labels = {"full": "all", "body": "without embedding, head, norms, mtp"}
+    labels = {"full": "all", "body": "without embedding, head, norms, mtp", "adapters": "adapters (trained)"}
+    labels["body"] += ", adapters" * (total["adapters"] > 0)
     pairs = {labels.get(name, name): (number, active[name]) for name, number in total.items() if number}
     rows = [
         (name, *(f"{n:,}" for n in pair), *(f"{n / scale:.3f}" for n in pair)) for name, pair in pairs.items()
@@ -151,7 +155,9 @@ def _parameter_table(parameters: dict[str, dict[str, int]]) -> Table:
 
 def _flops_table(flops: dict[str, Any]) -> Table:
     scale, unit = (1e9, "GFLOP") if flops["total"] >= 1e9 else (1e6, "MFLOP")
-    parts = [(name, n, 3 * n) for name, n in flops["forward_components"].items() if n]
+    parts = [
+        (name, n, flops["step_components"][name]) for name, n in flops["forward_components"].items() if n
+    ]
     rows = [
         (name, f"{forward / scale:.3f}", f"{both / scale:.3f}")
         for name, forward, both in [*parts, ("all", flops["forward"], flops["total"])]

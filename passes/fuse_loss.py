@@ -74,7 +74,8 @@ def _replace(nll: Node) -> str | None:
     loss = _loss(nll)
     if isinstance(loss, str):
         return loss
-    arguments = (*loss, argument(nll, 4, "ignore_index"))
+    is_frozen = origin(loss[1]).meta.get("frozen", False)
+    arguments = (*loss, argument(nll, 4, "ignore_index"), *[False] * is_frozen)
     total, count, _, _ = put_parts(nll, ops.linear_cross_entropy.default, *arguments, like=nll)
     for result in list(nll.users):
         if part(result, aten.nll_loss_forward) == 1:  # the number of kept labels, as a float

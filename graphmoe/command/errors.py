@@ -134,8 +134,8 @@ USUAL_NAMES = {
 """Names that other trainers give to keys."""
 _CHAT = "data=chat trains on answers alone, or as data.train_on says, which is assistant, all or field"
 ANSWERS = {
-    "q?lora|peft|adapters?": "there are no adapters: all weights are trained, from those of a folder with "
-    "checkpoint.init_from=FOLDER",
+    "q?lora|dora|peft|adapters?": "model.lora_rank=8 trains LoRA adapters beside the frozen weights of "
+    "checkpoint.init_from=FOLDER; there are no other adapters",
     r"reset_\w+|eod_mask_loss|doc\w*_mask": "data.document_mask=true keeps attention, positions and losses "
     "within a document",
     r"\w*masks?|ignore_index|\w*on_(?:inputs|completions)\w*": f"{_CHAT}; data.document_mask=true keeps "

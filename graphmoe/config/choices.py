@@ -48,6 +48,7 @@ LAYERS = OneOf(("standard",))
 DATA_SOURCES = OneOf(tuple(SOURCES))
 DISPATCHERS = OneOf(("auto", "local", "alltoall", "symm", "nvshmem", "deepep", "turbo"))
 EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
+LORA_TARGETS = ("attention", "mlp", "shared_experts", "experts")
 OPTIMIZERS = OneOf(("adamw", "muon"))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 

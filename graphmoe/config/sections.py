@@ -9,6 +9,7 @@ from graphmoe.config.choices import (
     EXPERTS_BACKENDS,
     FP8_PRODUCTS,
     LAYERS,
+    LORA_TARGETS,
     AttentionBackend,
     AttentionBias,
     AuxLoss,
@@ -208,6 +209,12 @@ class ModelConfig:
     """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
     mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3
     """Weight of the mean multi-token-prediction loss, >= 0."""
+    lora_rank: CountOrZero = 0
+    """Rank of trained LoRA adapters, beside which all other weights are frozen (docs/lora.md); 0: none."""
+    lora_alpha: Annotated[float, POSITIVE, FP32] = 16.0
+    """lora_alpha / lora_rank is the factor on adapters' outputs, > 0."""
+    lora_targets: list[str] = field(default_factory=lambda: [*LORA_TARGETS[:3]])
+    """Matrices with adapters: attention, mlp, shared_experts, experts (which then run in separate steps)."""
 
     def __post_init__(self) -> None:
         if self.num_experts == 0 and self.num_dense_layers == type(self).num_dense_layers:

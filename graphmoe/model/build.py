@@ -14,6 +14,9 @@ from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.plan.pipeline.layouts import StagePieces
 
+ZERO = (".biases.", "gate.bias", ".lora_B")
+"""Parts of names of parameters that are 0 at first."""
+
 
 def build_model(
     config: ModelConfig,
@@ -50,7 +53,7 @@ def materialise(module: nn.Module, device: torch.device | str) -> None:
     for part in module.modules():
         for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             if old not in made and isinstance(old, nn.Parameter):
-                made[old] = nn.Parameter(torch.empty_like(old, device=device))
+                made[old] = nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
                 made[old].parallel = layout_of(old)  # type: ignore[attr-defined]
             elif old not in made:
                 made[old] = torch.zeros_like(old, device=device)
@@ -68,7 +71,8 @@ def init_weights(
 ) -> None:
     """Fill matrices with N(0, std), norms with 1, biases with 0, in place. ``only``: parameters to fill.
 
-    Delta nets: decay rates are U(0.01, 16), the bias of steps is 1.
+    Delta nets: decay rates are U(0.01, 16), the bias of steps is 1. LoRA: B is 0, A is U(-k^-0.5, k^-0.5) for
+    k inputs.
     """
     # Each parameter and routed expert has its own generator, seeded by name: weights do not depend on each
     # other. Sharded ones are drawn whole and cut: they do not depend on the layout either.
@@ -79,13 +83,14 @@ def init_weights(
             continue
         if parameter in norms or name.endswith("dt_bias_V"):
             parameter.fill_(1.0)
-        elif ".biases." in name or name.endswith("gate.bias") or layout_of(parameter).is_bias:
+        elif layout_of(parameter).is_bias or any(part in name for part in ZERO):
             parameter.zero_()
         elif parameter in experts:
             _init_experts(parameter, name, std, seed, layout, rank)
         else:
             is_rate, generator = name.endswith("log_rate_V"), _generator(parameter, seed, name)
-            _init_part(parameter, layout_of(parameter), generator, 1.0 if is_rate else std, layout, rank)
+            own_std = 1.0 if is_rate else None if ".lora_A" in name else std
+            _init_part(parameter, layout_of(parameter), generator, own_std, layout, rank)
             if is_rate:  # the rate is uniform from 0.01 to 16
                 parameter.copy_(torch.special.ndtr(parameter.float()).mul_(15.99).add_(0.01).log_())
 
@@ -96,20 +101,24 @@ def _init_experts(parameter: Tensor, name: str, std: float, seed: int, layout: L
     of_one = ParameterLayout(tuple(replace(cut, dim=cut.dim - 1) for cut in cuts))
     first = layout.index("ep", rank) * len(parameter)
     for local, part in enumerate(parameter):
-        _init_part(part, of_one, _generator(parameter, seed, f"{name} {first + local}"), std, layout, rank)
+        generator = _generator(parameter, seed, f"{name} {first + local}")
+        _init_part(part, of_one, generator, None if ".lora_A" in name else std, layout, rank)
 
 
 def _init_part(
-    part: Tensor, parallel: ParameterLayout, generator: torch.Generator, std: float, layout: Layout, rank: int
-) -> None:
-    if not parallel.cuts:
-        part.normal_(0.0, std, generator=generator)
-        return
+    part: Tensor, parallel: ParameterLayout, generator: torch.Generator, std: float | None, layout: Layout,
+    rank: int,
+) -> None:  # fmt: skip
     shape = list(part.shape)
     for cut in parallel.cuts:
         shape[cut.dim] *= layout.size(cut.axis)
-    whole = part.new_empty(shape).normal_(0.0, std, generator=generator)
-    part.copy_(own_part(whole, parallel, layout, rank))
+    whole = part.new_empty(shape) if parallel.cuts else part
+    if std is None:  # A of LoRA: Kaiming's uniform distribution with a = sqrt(5), as PEFT draws it
+        whole.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
+    else:
+        whole.normal_(0.0, std, generator=generator)
+    if parallel.cuts:
+        part.copy_(own_part(whole, parallel, layout, rank))
 
 
 def _generator(like: Tensor, seed: int, name: str) -> torch.Generator:

@@ -85,10 +85,12 @@ class BoundedPath(nn.Module):
 
     def fused(self, backend: str, totals: Sequence[Gradient], *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Return `forward`'s results by fused experts; the backward adds weight gradients to ``totals``."""
+        if not self.experts.w_down.requires_grad:
+            return self.forward(*tensors)
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        weights = [*self.experts.parameters()]
+        weights = _trained(self.experts)
         routed_TD, received_load = _Path.apply(self.dispatcher, work, len(weights), *weights, *tensors)
         return routed_TD, received_load
 
@@ -113,7 +115,7 @@ class _Steps:
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
         # recomputed: the path saves only its inputs
-        found = self._gradients([*self._experts.parameters()], dy_CD, *chunk)
+        found = self._gradients(_trained(self._experts), dy_CD, *chunk)
         for total, gradient in zip(into, found, strict=True):
             total.add_(gradient)
 
@@ -208,6 +210,8 @@ class _Path(torch.autograd.Function):
 
 def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tensor | None, ...]:
     *_, number_NK = received
+    if not ctx.shapes:
+        return ()
     totals = ctx.work.totals
     if totals:
         # nothing was added in this step yet
@@ -223,6 +227,10 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
         report_added(totals)
         return (None,) * len(into)
     return tuple(gradient.to(dy_ND.dtype) for gradient in into)
+
+
+def _trained(experts: Experts) -> list[Tensor]:
+    return [weight for weight in experts.parameters() if weight.requires_grad]
 
 
 def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:

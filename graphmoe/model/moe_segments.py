@@ -192,8 +192,11 @@ class Experts(nn.Module):
     GATE_UP = ParameterLayout((Cut(0, "ep"), Cut(1, "etp", pieces=2)), "edp")
     DOWN = ParameterLayout((Cut(0, "ep"), Cut(2, "etp")), "edp")
     BIAS = ParameterLayout((Cut(0, "ep"),), "edp", is_bias=True)
+    ADAPTER = ParameterLayout((Cut(0, "ep"),), "edp")
     b_gate_up: nn.Parameter | None
     b_down: nn.Parameter | None
+    scale: float | None = None
+    """Factor on the outputs of LoRA adapters; None without."""
     assumed_rows: int | None = None
     """Rows that ``received`` assumes in a dry run; None: the real count."""
 
@@ -212,15 +215,32 @@ class Experts(nn.Module):
             if bias is not None:
                 bias.parallel = self.BIAS  # type: ignore[attr-defined]
 
+    def adapt(self, rank: int, scale: float) -> None:
+        """Add LoRA adapters of each expert: A [rank, D], which gate and up share, B [2f, rank]; of down."""
+        self.scale = scale
+        for name in ("gate_up", "down"):
+            experts, outputs, inputs = getattr(self, f"w_{name}").shape
+            for which, shape in (("A", (experts, rank, inputs)), ("B", (experts, outputs, rank))):
+                adapter = nn.Parameter(torch.empty(shape))
+                adapter.parallel = self.ADAPTER  # type: ignore[attr-defined]
+                self.register_parameter(f"lora_{which}_{name}", adapter)
+
+    def _product(self, name: str, x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
+        y_RN = grouped_mm(x_RC, w_ENC, ends_E)
+        if self.scale is None:
+            return y_RN
+        a_ERC, b_ENR = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
+        return y_RN + grouped_mm(grouped_mm(x_RC, a_ERC, ends_E) * self.scale, b_ENR, ends_E)
+
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, ends_E: Tensor, row_TK: Tensor, slot_R: Tensor
     ) -> Tensor:
         """Return each token's weighted sum of expert outputs [T, D]; all experts are local."""
         h_RD = permute(h_TD, slot_R, row_TK)
-        h_RH = grouped_mm(h_RD, self.w_gate_up, ends_E)
+        h_RH = self._product("gate_up", h_RD, self.w_gate_up, ends_E)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
         act_RF = self._activation(h_RH, weight_R1, ends_E)
-        y_TD = unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
+        y_TD = unpermute(self._product("down", act_RF, self.w_down, ends_E), slot_R, row_TK)
         return self._plus_bias(y_TD, weight_TK, row_TK, ends_E)
 
     def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
@@ -246,10 +266,10 @@ class Experts(nn.Module):
         # with replicas, a collective over ep in forward and backward
         w_gate_up, w_down = (with_replicas(w, expert_RS) for w in (self.w_gate_up, self.w_down))
         h_RD = torch.ops.graphmoe.permute(h_ND, slot_R, row_NK, ends_L)
-        h_RH = grouped_mm(h_RD, w_gate_up, ends_L)
+        h_RH = self._product("gate_up", h_RD, w_gate_up, ends_L)
         row_S1 = row_NK.reshape(-1, 1)
         weight_R1 = torch.ops.graphmoe.permute(weight_NK.reshape(-1, 1), slot_R, row_S1, ends_L)
-        y_RD = grouped_mm(self._activation(h_RH, weight_R1, ends_L), w_down, ends_L)
+        y_RD = self._product("down", self._activation(h_RH, weight_R1, ends_L), w_down, ends_L)
         y_ND = torch.ops.graphmoe.unpermute(y_RD, slot_R, row_NK, ends_L, None)
         return self._plus_bias(y_ND, weight_NK, row_NK, ends_L)
 
@@ -258,8 +278,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return `received`'s result by fused kernels; the backward adds weight gradients to ``totals``."""
         ends_L, row_NK, slot_R = self.plan(number_NK)
-        if len(slot_R) == 0:
-            return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs
+        if len(slot_R) == 0 or self.scale is not None:  # vendor kernels may refuse empty inputs
+            return self.planned(h_ND, weight_NK, ends_L, row_NK, slot_R)
         arguments = (h_ND, self.w_gate_up, self.w_down, weight_NK, slot_R, row_NK, ends_L)
         if totals:  # of weights, then biases, whose gradients autograd adds
             y_ND = grouped_mlp_into(totals[:2], backend, *arguments, **self.activation_options)
@@ -277,7 +297,8 @@ class Experts(nn.Module):
     def _activation(self, h_RH: Tensor, weight_R1: Tensor, ends_L: Tensor) -> Tensor:
         gate_RF, up_RF = h_RH.chunk(2, dim=-1)
         with part("moe_act"):
-            if self.b_gate_up is not None or self.limit:
+            # the pass fuse_activation looks for one grouped product, not for the sum of two
+            if self.b_gate_up is not None or self.limit or self.scale is not None:
                 return torch.ops.graphmoe.swiglu(h_RH, weight_R1, ends_L, self.b_gate_up, self.limit)
             return (F.silu(gate_RF) * up_RF * weight_R1).to(gate_RF.dtype)
 

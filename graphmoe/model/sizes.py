@@ -2,7 +2,7 @@
 
 FLOPs: two per multiply-add; a backward GEMM costs twice its forward, so a weight costs 6 FLOPs a token;
 causal attention counts S / 2 keys for each query; embedding, router, the shared experts' gate, norms and
-recomputation count 0.
+recomputation count 0. A frozen weight costs 4 FLOPs a token, as it has no wgrad.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedd
 
 # component by the first of these substrings in a parameter's name; others are norms
 COMPONENTS = {
+    "lora_": "adapters",
     "mtp.": "mtp",
     "norm": "norms",
     "embed.": "embedding",
@@ -41,8 +42,9 @@ BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
 
 
 def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
-    """Count parameters by component: ``full`` (all), ``body`` (no embedding, head, norms, mtp).
+    """Count parameters by component: ``full`` (all), ``body`` (no embedding, head, norms, mtp, adapters).
 
+    With ``lora_rank`` adapters are what trains, and all others are frozen.
     ``active``: parameters that one token uses, with the whole embedding, as in published figures. A tied head
     and the selection bias, a buffer, count 0.
     """
@@ -54,7 +56,7 @@ def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
         counts["active"][component] += size * model.top_k // model.num_experts if of_experts else size
 
     def summed(found: Counter[str]) -> dict[str, int]:
-        parts = {name: found[name] for name in ("embedding", "head", *BODY, "norms", "mtp")}
+        parts = {name: found[name] for name in ("embedding", "head", *BODY, "norms", "mtp", "adapters")}
         return {**parts, "full": found.total(), "body": sum(found[name] for name in BODY)}
 
     return {kind: summed(found) for kind, found in counts.items()}
@@ -64,7 +66,8 @@ def attention_weights(model: ModelConfig, *, linear: bool = False) -> int:
     """Count weights of one layer's attention projections, without norms; ``linear``: of linear attention."""
     kinds = ("linear dense", "linear moe") if linear else ("dense", "moe", "mtp")
     layer = next(part for kind, part in _parts(model, ALONE).items() if kind in kinds)
-    return sum(weight.numel() for name, weight in layer.items() if "attn." in name and weight.dim() == 2)
+    weights = (w for name, w in layer.items() if "attn." in name and "lora_" not in name and w.dim() == 2)
+    return sum(weight.numel() for weight in weights)
 
 
 def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Tensor]:
@@ -114,7 +117,8 @@ def state_bytes(
     ``kept``: state of an element, and if matrices are updated whole, of theirs.
 
     Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have fp32 master
-    weights. With fsdp2 all is sharded; weights gathered for a layer are not counted.
+    weights. With fsdp2 all is sharded; weights gathered for a layer are not counted. Frozen weights are
+    ``params`` only, once.
     """
     found = dict.fromkeys(STATE_KINDS, 0.0)
     if dp_shard is DpShard.fsdp2:
@@ -125,6 +129,8 @@ def state_bytes(
             "main_params": FP32 * owned,
             "moments": kept[0].moments * owned,
         }
+    weights = rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)])
+    found["params"] += element_bytes * sum(w.numel() for w in weights if not w.requires_grad)
     for buffer, ranks, matrices in _flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1):
         size, shard = buffer.size, buffer.shard_size
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
@@ -166,6 +172,8 @@ def _flat_buffers(
     families: dict[object, list[tuple[Matrices | None, Tensor]]] = {}
     stages = stages or [all_pieces(model.num_layers, model.mtp_depth)]
     for name, weight in _named_weights(model, layout, stages):
+        if not weight.requires_grad:
+            continue
         shape = matrices_of(name, weight) if whole else None
         key = ranks_of(layout, layout_of(weight).summed_over), shape is None
         families.setdefault(key, []).append((shape, weight))
@@ -221,7 +229,18 @@ def _build_alike(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tens
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    return 3 * sum(forward_flops(model, seq_len).values())
+    return sum(step_flops(model, seq_len).values())
+
+
+def step_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
+    """Return a token's FLOPs of forward and backward by part; the input's dgrad, which nobody needs, too."""
+    forward = forward_flops(model, seq_len)
+    if not model.lora_rank:
+        return {name: 3 * flops for name, flops in forward.items()}
+    # attention's scores have two operands that are activations, in MTP layers too
+    scores = model.mtp_depth * attention_scores(model_of_layer(model, model.num_layers), seq_len)
+    whole = {"attention_scores": forward["attention_scores"], "mtp": scores, "adapters": forward["adapters"]}
+    return {name: 2 * flops + whole.get(name, 0) for name, flops in forward.items()}
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
@@ -237,6 +256,7 @@ def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
     shared = 2 * swiglu_weights(model, model.shared_ffn_size)
     head = 2 * model.vocab_size * model.hidden_size
     mtp_projection = 2 * 2 * model.hidden_size**2
+    adapters = {"adapters": 2 * count_parameters(model)["active"]["adapters"]} if model.lora_rank else {}
     return {
         "attention_projections": (model.num_layers - linear) * projections + of_linear,
         "attention_scores": model.num_layers * scores,
@@ -245,4 +265,5 @@ def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
         "shared_experts": num_moe_layers * shared,
         "head": head,
         "mtp": model.mtp_depth * (mtp_projection + projections + of_mtp + routed + shared + head),
+        **adapters,
     }

@@ -29,6 +29,7 @@ from graphmoe.model.blocks import (
 )
 from graphmoe.model.dispatch import has_load
 from graphmoe.model.layer import ATTN_READS, DenseLayer, MoELayer, MoEOutput, MtpLayer, layer_class
+from graphmoe.model.lora import add_adapters
 from graphmoe.model.moe_segments import ROUTER_STATS, Router
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
@@ -140,6 +141,7 @@ class Transformer(nn.Module):
         if embeds and len(layout.embed_on) > 1:
             parallel = replace(layout_of(self.embed.weight), summed_over="embed")
             self.embed.weight.parallel = parallel  # type: ignore[union-attr]
+        add_adapters(self, config)
         self._rope: tuple[Tensor, Tensor] | None = None
         self._own_rope: tuple[Tensor, Tensor] | None = None
         self.end_token: int | None = None  # of documents, or MARKED; None: a sequence is one document

@@ -16,11 +16,14 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("graphmoe::linear_cross_entropy", mutates_args=())
-def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
+def _forward(
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, trains_w: bool = True
+) -> Results:
     """Return loss f32 [], count i64 [], and the gradients dh_TD, dw_VD f32. No device sync.
 
     Loss: sum of -log softmax(h @ w.T)[label] over labels other than ``ignore_index``; count: their number. An
-    invalid label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h.
+    invalid label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h. Without ``trains_w``
+    dw is empty.
     """
     assert h_TD.dtype == w_VD.dtype, (h_TD.dtype, w_VD.dtype)
     rows = rows_per_chunk(h_TD.shape[0], w_VD.shape[0], h_TD.element_size())
@@ -30,13 +33,14 @@ def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) ->
 
         if h_TD.dtype in kernels.DTYPES:
             run = kernels.forward
-    return run(h_TD, w_VD, labels_T, ignore_index, rows)
+    return run(h_TD, w_VD, labels_T, ignore_index, rows, trains_w)
 
 
 @_forward.register_fake
-def _(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
+def _(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, trains_w: bool = True) -> Results:
     loss, count = h_TD.new_empty((), dtype=torch.float32), h_TD.new_empty((), dtype=torch.int64)
-    return loss, count, h_TD.new_empty(h_TD.shape), w_VD.new_empty(w_VD.shape, dtype=torch.float32)
+    shape = w_VD.shape if trains_w else (0,)
+    return loss, count, h_TD.new_empty(h_TD.shape), w_VD.new_empty(shape, dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -54,8 +58,9 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         dh = (dh_TD.float() * dloss).to(dh_TD.dtype)
     if dloss is not None and ctx.needs_input_grad[1]:
         # rounded by the GEMM: the product in fp32 would be as large as dw
+        assert dw_VD.dim() == 2, "the weight was frozen in the forward"
         dw = torch.mul(dw_VD, dloss, out=dw_VD.new_empty(dw_VD.shape, dtype=ctx.w_dtype))
-    return dh, dw, None, None
+    return dh, dw, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
@@ -69,11 +74,14 @@ def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
     return -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
-def reference(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int) -> Results:
+def reference(
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int, trains_w: bool = True
+) -> Results:
     """Return loss, count and gradients, made ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
     exact, f32 = (torch.float64 if h_TD.dtype == torch.float64 else torch.float32), torch.float32
     loss = torch.zeros((), dtype=exact, device=h_TD.device)
-    dh_TD, dw_VD = h_TD.new_empty(h_TD.shape), w_VD.new_zeros(w_VD.shape, dtype=exact)
+    dh_TD = h_TD.new_empty(h_TD.shape)
+    dw_VD = w_VD.new_zeros(w_VD.shape if trains_w else (0,), dtype=exact)
     for start in range(0, len(h_TD), rows):
         h_CD, label_C = h_TD[start : start + rows], labels_T[start : start + rows]
         kept_C = label_C != ignore_index
@@ -86,5 +94,6 @@ def reference(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, r
         d_CV.scatter_add_(1, label_C1, torch.full_like(label_C1, -1, dtype=exact))
         d_CV = d_CV.masked_fill(~kept_C.unsqueeze(1), 0).to(h_TD.dtype)
         dh_TD[start : start + rows] = d_CV @ w_VD
-        dw_VD.addmm_(d_CV.to(exact).T, h_CD.to(exact))
+        if trains_w:
+            dw_VD.addmm_(d_CV.to(exact).T, h_CD.to(exact))
     return loss.to(f32), (labels_T != ignore_index).sum(), dh_TD, dw_VD.to(f32)

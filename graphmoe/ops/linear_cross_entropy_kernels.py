@@ -26,13 +26,14 @@ LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that 
 
 
 def forward(
-    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int, trains_w: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return loss [], count [], dh_TD and dw_VD (fp32), computed ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
     T, V = len(h_TD), len(w_VD)
     f32, device = torch.float32, h_TD.device
-    dh_TD, dw_VD = torch.empty_like(h_TD), torch.empty(w_VD.shape, dtype=f32, device=device)
+    dh_TD = torch.empty_like(h_TD)
+    dw_VD = torch.empty(w_VD.shape if trains_w else (0,), dtype=f32, device=device)
     if T == 0:
         dw_VD.zero_()
     stride = triton.cdiv(V, ALIGNMENT) * ALIGNMENT
@@ -49,7 +50,8 @@ def forward(
             num_warps=num_warps(min(THREADS, block // group)),
         )  # fmt: skip
         torch.mm(logits_CV, w_VD, out=dh_TD[start : start + rows])
-        _add_product(dw_VD, logits_CV.T, h_CD, first=start == 0)
+        if trains_w:
+            _add_product(dw_VD, logits_CV.T, h_CD, first=start == 0)
     loss, count = (torch.empty((), dtype=dtype, device=device) for dtype in (f32, torch.int64))
     _total_kernel[(1,)](loss_T, labels_T, loss, count, T, ignore_index, BLOCK=TOTAL_BLOCK)
     return loss, count, dh_TD, dw_VD

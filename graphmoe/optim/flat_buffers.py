@@ -202,10 +202,12 @@ class Family:
 def families_of(
     model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule, storage: Storage = PLAIN
 ) -> list[Family]:
-    """Group the model's parameters by the ranks that reduce their gradients, and by update."""
+    """Group the model's trained parameters by the ranks that reduce their gradients, and by update."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
         is_matrix = rule.matrices is not None and matrices_of(name, weight) is not None
         members.setdefault((mesh.group(layout_of(weight).summed_over), is_matrix), {})[name] = weight
     found = []

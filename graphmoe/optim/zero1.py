@@ -37,9 +37,11 @@ class Optimizer(StepOptimizer):
     ) -> None:
         super().__init__(optim, train, mesh or Mesh(ALONE), next(model.parameters()).device)
         self.model = model
-        self.names = [name for name, _ in model.named_parameters()]
-        self.weights = list(model.parameters())
-        assert all(w.dtype == self.weights[0].dtype and w.requires_grad for w in self.weights)
+        trained, self.frozen = dict[str, nn.Parameter](), dict[str, Tensor]()
+        for name, weight in model.named_parameters():
+            (trained if weight.requires_grad else self.frozen)[name] = weight
+        self.names, self.weights = [*trained], [*trained.values()]
+        assert all(w.dtype == self.weights[0].dtype for w in self.weights)
         elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
         is_rounded = self.weights[0].dtype != torch.float32
         in_place = is_rounded and optim.master_dtype is MasterDtype.bf16
@@ -143,18 +145,19 @@ class Optimizer(StepOptimizer):
 
     @property
     def main(self) -> list[Tensor]:
-        return list(self.weights_to_fill().values())
+        return [tensor for name, tensor in self.weights_to_fill().items() if name not in self.frozen]
 
     def weights_to_fill(self) -> dict[str, Tensor]:
         """Gather unsharded master weights by parameter name, into the memory of gradients. A collective.
 
-        Without master weights, bf16 weights into their own memory.
+        Without master weights, bf16 weights into their own memory; frozen weights are the model's own.
         """
         found = [
             family.gathered(family.main, into=family.weight if family.storage.in_place else family.grad)
             for family in self.families
         ]
-        return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
+        of_names = {name: tensor for of_family in found for name, tensor in of_family.items()}
+        return self._by_name(of_names) | {name: weight.detach() for name, weight in self.frozen.items()}
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, Tensor]) -> None:

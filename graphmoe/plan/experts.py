@@ -36,6 +36,7 @@ EXPERT_KEYS = (
 )  # fmt: skip
 """Keys of ``model`` that only MoE layers read."""
 TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
+TRAINING_KEYS |= {"lora_rank", "lora_alpha", "lora_targets"}
 TRAINING_KEYS |= {"delta_net_backend", "z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """Keys of ``model`` that config.json lacks, or that only training uses."""
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
@@ -119,6 +120,18 @@ def num_dense(model: ModelConfig) -> int:
     return model.num_layers + model.mtp_depth - len(moe_layers(model))
 
 
+def adapted_of(model: ModelConfig, layer: int) -> set[str]:
+    """Return the entries of ``model.lora_targets`` that name matrices of a layer."""
+    shared = ["shared_experts"] * (model.shared_ffn_size > 0)
+    there = ["experts", *shared] if is_moe(model, layer) else ["mlp"]
+    return {"attention", *there} & {*model.lora_targets}
+
+
+def adapts_experts(model: ModelConfig) -> bool:
+    """Return whether routed experts have LoRA adapters."""
+    return model.lora_rank > 0 and "experts" in model.lora_targets and has_experts(model)
+
+
 def runs_pass(passes: PassesConfig, name: str) -> bool:
     return (passes.enabled is None or name in passes.enabled) and name not in passes.disabled
 
@@ -134,7 +147,7 @@ class ExpertPlan:
     balance: Balance
     """Kind of balancing, never auto."""
     fuses_experts: bool
-    """True if a layer's experts run as one op."""
+    """True if a layer's experts run as one op; adapters of LoRA are separate steps."""
     experts_in_fp8: bool
     fp8_vendor: str | None
     """Library that computes fp8 experts; None for our kernels."""
@@ -154,6 +167,7 @@ class ExpertPlan:
 def experts_of(config: RunConfig) -> ExpertPlan:
     moe, dispatcher = config.moe, config.moe.dispatcher
     fused = config.compile.enabled and runs_pass(config.passes, "fuse_experts")
+    fused = fused and not adapts_experts(config.model)
     in_fp8 = config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
     vendor = moe.experts if in_fp8 and moe.experts == "turbo" else None
     recompute, model = Recompute.of(config.recompute), config.model
@@ -218,6 +232,8 @@ def _why_no_replicas(config: RunConfig, dispatcher: str, vendor: str | None) -> 
         return f"model.layer={config.model.layer} may have other experts"
     if config.model.expert_bias:
         return "model.expert_bias=true adds biases, which are not replicated"
+    if config.model.lora_rank:
+        return f"model.lora_rank={config.model.lora_rank} freezes weights, whose replicas send gradients"
     return None
 
 

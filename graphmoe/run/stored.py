@@ -105,6 +105,11 @@ def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
     return path, end, None if end is None else tokenizer.id_to_token(end)
 
 
+def base_folder(run: Path) -> str | None:
+    """Return the folder whose weights a run started from."""
+    return read_stored_run(run)[1].checkpoint.init_from
+
+
 class FolderKind(enum.Enum):
     hf = "Hugging Face folder"
     graphmoe = "graphmoe weights"

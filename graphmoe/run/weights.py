@@ -34,6 +34,7 @@ from graphmoe.config.progress import working
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ComputeDtype, ConfigError, MasterDtype, ModelConfig, RunConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
+from graphmoe.model.lora import ADAPTER, without_adapters
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.rules import violations
 from graphmoe.run.files import hydra_value
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 FORMAT = "graphmoe-weights-1"
 STEM = "weights"
 OPTIONS = "model"
+BUFFER = ".selection_bias"  # fp32 in the model
 FINE_TUNING_LR = 1e-5  # about a thirtieth of pretraining's; larger ones lose what the weights know
 Named = Collection[str | None]  # plug-ins that a file may name because its reader has named them
 
@@ -98,6 +100,9 @@ def _take(
         return source.config
     theirs = run_config(folder, own_model_code(config))
     _refuse_other_tie(folder, theirs, config)
+    _refuse_other_adapters(folder, theirs, config)
+    if not theirs.lora_rank:  # adapters that begin here keep their initial values
+        state = {name: tensor for name, tensor in state.items() if ADAPTER not in name}
     places = _places_in_run(folder, state)
     with explained_mismatch(folder, config):
         if only_check:
@@ -147,7 +152,7 @@ def open_folder(folder: Path, kind: FolderKind, named: Named) -> OpenFolder:
 def _refuse_other_shapes(folder: Path, source: OpenFolder, ours: ModelConfig) -> None:
     if not (why := of_another_model(folder, source.config, ours)):
         return
-    theirs, wanted = source.shapes, shapes_of(ours)
+    theirs, wanted = source.shapes, shapes_of(without_adapters(ours))
     lines = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in theirs]
     lines += [f"extra: {name} {list(shape)}" for name, shape in theirs.items() if name not in wanted]
     for name in wanted:
@@ -175,6 +180,19 @@ def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> N
         raise ConfigError(
             f"model.tie_embeddings={wanted}, but {folder} is of a model with {has}, which {what}; use "
             f"model.tie_embeddings={has}, or start without its weights"
+        )
+
+
+def _refuse_other_adapters(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
+    has, wanted = (
+        (each.lora_rank, each.lora_alpha, sorted(each.lora_targets)) if each.lora_rank else (0,)
+        for each in (theirs, ours)
+    )
+    if theirs.lora_rank and has != wanted:
+        raise ConfigError(
+            f"{folder} has adapters of model.lora_rank={theirs.lora_rank} lora_alpha={theirs.lora_alpha:g} "
+            f"lora_targets=[{','.join(theirs.lora_targets)}], not this run's; use these, or merge them by "
+            f"python -m graphmoe.convert from={folder} to=FOLDER"
         )
 
 
@@ -308,6 +326,6 @@ def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dic
     if compute != ComputeDtype.bf16.name or run.optim.master_dtype == MasterDtype.bf16:
         return {"model": state}
     # "model" holds weights rounded to bf16; the optimizer holds the master weights.
-    buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
-    main = {name: tensor for name, tensor in state.items() if name not in buffers}
-    return {"model": buffers, "optimizer": {"main": main}}
+    adapts = bool(run.model.get("lora_rank"))  # frozen weights have no master weights
+    main = {name: t for name, t in state.items() if adapts == (ADAPTER in name) and not name.endswith(BUFFER)}
+    return {"model": {n: t for n, t in state.items() if n not in main}, "optimizer": {"main": main}}

@@ -24,7 +24,7 @@ from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner
-from graphmoe.plan.experts import has_experts
+from graphmoe.plan.experts import adapts_experts, has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
@@ -71,7 +71,7 @@ class Execution:
         self.chosen = chosen
         passes = select_passes(plan.passes, fp8_passes(plan))
         names = [spec.name for spec in passes] if plan.compile.enabled else []
-        self.fuses = "fuse_experts" in names  # True if routed experts run as one operation
+        self.fuses = plan.fuses_experts  # True if routed experts run as one operation
         # weights of GEMMs that may run in fp8, by name
         self._dense = dense_products(plan) if "fp8_linear" in names else {}
         # True if experts run in fp8, except in skipped layers
@@ -103,7 +103,8 @@ class Execution:
             _warn("compile.enabled=false", {f"passes.{key}": v for key, v in changed.items()} | unused)
             return
         if not self.fuses:
-            _warn("the pass fuse_experts off", unused)
+            adapted = "model.lora_targets that has experts" if adapts_experts(plan.model) else ""
+            _warn(adapted or "the pass fuse_experts off", unused)
         elif self._times_experts and not skips_experts(plan):
             recipe = plan.precision.fp8.value
             _warn(f"precision.fp8={recipe} of experts, which runs kernels of its own", unused)
@@ -248,6 +249,8 @@ def pass_runner(
     """Return the passes of compiled units; ``experts`` names the experts' backends."""
     in_fp8, of_experts = fp8_passes(plan, plain), {"backend": experts, "keep": plan.keeps_replicas}
     specs = select_passes(plan.passes, {"fuse_experts": of_experts, **in_fp8})
+    if not plan.fuses_experts:  # adapters of experts are steps of their own
+        specs = [spec for spec in specs if spec.name != "fuse_experts"]
     return PassRunner([replace(s, skips=plan.fp8_skips) if s.name in in_fp8 else s for s in specs], dump)
 
 
@@ -295,7 +298,8 @@ def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> 
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
     if stage < EXPERTS_STAGE or not waits or not has_experts(plan.model):
         return
-    needed = [] if fuses else ["compile.enabled=true with the pass fuse_experts"]
+    adapted = "model.lora_targets without experts" if adapts_experts(plan.model) else ""
+    needed = [] if fuses else [adapted or "compile.enabled=true with the pass fuse_experts"]
     if plan.moe.experts == "torch":
         needed.append("moe.experts=auto")
     if not needed:

@@ -53,6 +53,8 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     parameters = count_parameters(model)
     total, active = (parameters[kind]["full"] for kind in ("total", "active"))
     size = f"{quantity(total)} parameters, {quantity(active)} active"
+    if model.lora_rank:
+        size += f", {quantity(parameters['total']['adapters'])} in adapters of rank {model.lora_rank} train"
     parts = [f"{number_of(model.num_layers, 'layer')} ({num_dense(model)} dense)"]
     if has_experts(model):
         parts.append(f"{number_of(model.num_experts, 'expert')}, {model.top_k} a token")

@@ -217,6 +217,8 @@ def _loss_work(sizes: Sizes) -> float:
     model, tp = sizes.model, sizes.layout.tp
     if tp > 1:  # logits of all tokens
         return 12 * sizes.gathered * model.vocab_size / tp
+    if model.lora_rank:  # a frozen head has no gradient
+        return max(chunk_bytes(sizes), 9 * sizes.state)
     # The backward scales the head's gradient, which the forward computed; the norm's is in fp32.
     return max(chunk_bytes(sizes), 4 * model.vocab_size * model.hidden_size + 9 * sizes.state)
 
@@ -229,8 +231,8 @@ def chunk_bytes(sizes: Sizes) -> int:
 
 def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> float:
     # The embedding's gradient of a micro-batch in fp32, less the activations that layers have freed by then.
-    if stage.loss or not (stage.embed or len(stage.mtp)):
-        return 0.0  # the head's gradient is as large
+    if stage.loss or sizes.model.lora_rank or not (stage.embed or len(stage.mtp)):
+        return 0.0  # the head's gradient is as large, or neither has one
     model, tp = sizes.model, sizes.layout.tp
     freed = sum(
         kept.total()

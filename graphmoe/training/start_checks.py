@@ -175,7 +175,7 @@ def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]
         with_loss = [kept[number] for number in plan.stage_numbers(place) if plan.stages[number].loss]
         of_loss = 0.0
         if with_loss and fuses:  # the gradient of the head, and logits of a chunk
-            needed += 4 * model.vocab_size * model.hidden_size + chunk_bytes(sizes)
+            needed += 4 * model.vocab_size * model.hidden_size * (not model.lora_rank) + chunk_bytes(sizes)
         elif with_loss:  # of an eager run in fp32, with their logarithms
             of_loss = with_loss[0] + logits * (sizes.element_bytes if config.compile.enabled else 8)
         again = [

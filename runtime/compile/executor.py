@@ -183,13 +183,16 @@ class CompiledSegments:
         return self.runner.of_layer(unit.segments[0].layer)
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Gradient]:
-        return [] if self._gradient_of is None else [self._gradient_of(each) for each in parameters]
+        if self._gradient_of is None:
+            return []
+        # a frozen weight has none, and no code writes to the place of it
+        return [self._gradient_of(w) if w.requires_grad else Gradient(w.new_empty(0)) for w in parameters]
 
     def _fused(self, segment: Segment) -> Segment:
         if segment.fused is None or self._experts is None:
             return segment
         owner = owner_of(segment.run)
-        totals = self._gradients(owner.parameters() if owner else ())
+        totals = self._gradients(w for w in owner.parameters() if w.requires_grad) if owner else []
         return dataclasses.replace(segment, run=functools.partial(segment.fused, self._experts, totals))
 
     @functools.cached_property

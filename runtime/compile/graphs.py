@@ -75,6 +75,8 @@ def unit_graphs(
     """
     forward = trace_forward(run, fakes)
     placeholders = forward.graph.find_nodes(op="placeholder")
+    for node, fake in zip(placeholders, fakes, strict=True):
+        node.meta["frozen"] = not fake.requires_grad
     for node, maker in zip(placeholders[len(placeholders) - len(makers) :], makers, strict=True):
         node.meta["made_by"] = maker
     views = take_off_views(forward)

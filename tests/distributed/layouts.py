@@ -253,6 +253,7 @@ def of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]
         stages = plan.own_stages(layout.index("pp", rank))
         model = build_model(plan.model, device="meta", layout=layout, stages=stages)
         marks = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
+        marks = {name: mark for name, mark in marks.items() if name in whole}  # frozen ones have no gradient
         yield {name: own_part(whole[name], mark, layout, rank) for name, mark in marks.items()}
 
 

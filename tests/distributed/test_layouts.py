@@ -90,6 +90,7 @@ NOT_SHARED, MICRO = "model.shared_ffn_size=0", "model.aux_loss=micro_batch"
 # gradients are not clipped: compiled updates scale them without storing them
 CLIP = ("optim.name=muon", "optim.qk_clip=3", "model.init_std=0.3", "train.clip_grad_norm=0")
 SMALL = ("train.global_batch_size=4",)
+ADAPTED = ("model.lora_rank=3", "model.lora_targets=[attention,mlp,shared_experts,experts]")
 HOT = Case(4, "ep=4", "", REPLICAS, ("train.steps=2",), change=all_on_two_experts)
 HOT_STAGE = Case(4, "pp=2 ep=2", "1f1b", REPLICAS, change=all_on_two_experts)
 FOUR = (
@@ -106,6 +107,8 @@ FOUR = (
     Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*WHOLE, "model.mtp_depth=1")),
     Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*LLAMA4, *MASK)),
     Case(4, "pp=2 ep=2", "1f1b", REPLICAS, (*LLAMA4, MTP)),
+    Case(4, "pp=2 ep=2", "1f1b", model=ADAPTED),
+    Case(4, "tp=2 ep=2", "", (*SMALL, *ROOM), (*ADAPTED, *GQA), "traced"),
     HOT,
 )
 LANES = Case(
@@ -157,6 +160,9 @@ TWO = (
     Case(2, "pp=2", "zb1p", LAYERS, (MTP,), "traced"), Case(2, "pp=2", "zbv", LAYERS, MASK, "traced"),
     Case(2, "pp=2", "interleaved", (*LAYERS, AGAIN, "pipeline.virtual_stages=3"), (TIED,), "traced"),
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
+    Case(2, "ep=2", model=ADAPTED), Case(2, "", model=ADAPTED),
+    Case(2, "ep=2", model=ADAPTED[:1], mode="traced"), Case(2, "cp=2", model=(*ADAPTED, *GQA, *MASK)),
+    Case(2, "pp=2", "zb1p", LAYERS, ADAPTED, "traced"),
     Case(2, "pp=2", "zb1p", LAYERS, (*CLIP, MTP), "traced"), Case(2, "ep=2", "", TURNS, CLIP, "traced"),
 )  # fmt: skip
 MORE_OF_FOUR = (

@@ -122,6 +122,15 @@ def test_results_match_fp64(backend, name, dtype, small_blocks):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_frozen_weight_has_no_gradient_and_changes_no_other_result(backend, small_blocks):
+    case = next(iter(CASES.values()))
+    h, w, labels = inputs_of(case, torch.float32, device_of(backend))
+    whole, frozen = (runs_of(backend)(h, w, labels, IGNORED, case.rows, trains) for trains in (True, False))
+    assert all(one.equal(other) for one, other in zip(whole[:3], frozen[:3], strict=True))
+    assert whole[3].shape == w.shape and frozen[3].numel() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_class_of_probability_1e_12_has_its_gradient_to_a_bf16_rounding(backend):
     run, device, (T, V, D) = runs_of(backend), device_of(backend), (4, 300, 8)
     h, w = torch.zeros(T, D), torch.zeros(V, D)

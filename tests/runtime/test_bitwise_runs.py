@@ -43,6 +43,11 @@ CASES = {  # words of both runs, of the plain one and of the other
     "moe in bf16": (
         (*AGAIN, "precision.compute=bf16", "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY
     ),
+    "adapters in captured layers": (
+        (*AGAIN, "model.lora_rank=3", "model.lora_targets=[mlp,experts]", LAYER, TRACED), LATE, EARLY
+    ),
+    "adapters again": ((*AGAIN, "model.lora_rank=3", TRACED), (), (EVERYTHING,)),
+    "adapters in a captured step": ((*EAGER, "model.lora_rank=3"), (), (STEP,)),
     "captured layers again": ((*AGAIN, LAYER, EVERYTHING, TRACED), LATE, EARLY),
     "captured step again": ((*AGAIN, STEP, SEGMENTS, TRACED), LATE, EARLY),
     "segments again": ((*AGAIN, TRACED), (), (SEGMENTS,)),

@@ -318,7 +318,8 @@ def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
     if not pieces.loss:
         return found
     if tp == 1:
-        of_depth = e * sizes.tokens * model.hidden_size + 4 * model.vocab_size * model.hidden_size
+        of_head = 0 if model.lora_rank else 4 * model.vocab_size * model.hidden_size  # its gradient
+        of_depth = e * sizes.tokens * model.hidden_size + of_head
     else:
         logits = 4 * sizes.gathered * model.vocab_size // tp
         of_depth = e * sizes.gathered * model.hidden_size + logits + 22 * sizes.gathered

@@ -24,6 +24,7 @@ from graphmoe.config.schema import (
 from graphmoe.plan.attention import AttentionFacts, attention_facts, is_hybrid, is_linear, model_of_layer
 from graphmoe.plan.experts import (
     Load,
+    adapts_experts,
     arrivals_of,
     blocks_of,
     dispatcher_facts,
@@ -189,8 +190,8 @@ def overlaps(config: RunConfig, layout: Layout) -> bool:
     )
 
 
-def refuse_unknown(config: RunConfig) -> None:
-    """Raise ConfigError for settings whose memory or rates are unknown to the estimates."""
+def refuse_unknown(config: RunConfig, *, times: bool = False) -> None:
+    """Raise ConfigError for settings whose memory, or with ``times`` rates, are unknown to the estimates."""
     problems, recipe = [], config.precision.fp8
     unknown = [name for name, each in FORMATS.items() if each.rates == "unknown"]
     if recipe in unknown:
@@ -198,6 +199,10 @@ def refuse_unknown(config: RunConfig) -> None:
         problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
     if config.parallel.dp_shard is DpShard.fsdp2:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
+    if adapts_experts(config.model):
+        problems.append("model.lora_targets with experts saves what separate steps save; leave experts out")
+    if times and config.model.lora_rank:
+        problems.append("times count the wgrad of all weights; use model.lora_rank=0")
     if not config.compile.enabled:
         problems.append("compile.enabled=false saves what autograd chooses; use compile.enabled=true")
     if attention_facts(config.model).kept is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.segment_times import SegmentTime, modelled_message, modelled_parts, stage_costs
+from graphmoe.plan.experts import adapted_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline import Placement, Table
 from graphmoe.plan.pipeline.balance import balanced_layout, default_layout, measured_parts
@@ -73,7 +74,21 @@ def pipeline_of(config: RunConfig, layout: Layout, stands_for: int | None = None
         for number, stage in enumerate(stages)
         if needs_embedding(stage, tied=model.tie_embeddings)
     )
-    return PipelinePlan(text, stages, table, costs, tuple(sorted(set(embeds))))
+    found = PipelinePlan(text, stages, table, costs, tuple(sorted(set(embeds))))
+    if model.lora_rank:
+        _refuse_idle_ranks(found, model)
+    return found
+
+
+def _refuse_idle_ranks(pipeline: PipelinePlan, model: ModelConfig) -> None:
+    for place, stages in enumerate(pipeline.stages_of_places):
+        layers = [i for own in stages for i in (*own.layers, *(model.num_layers + k for k in own.mtp))]
+        if not any(adapted_of(model, i) for i in layers):
+            raise ConfigError(
+                f"model.lora_targets=[{','.join(model.lora_targets)}] leaves rank {place} of the pipeline "
+                f"({', '.join(pipeline.pieces_of_place(place))}) nothing to train; use model.lora_targets="
+                f"[attention], or a pipeline.layout that gives each rank a layer"
+            )
 
 
 def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:

@@ -17,7 +17,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
-from graphmoe.plan.rules import model, parallel, run
+from graphmoe.plan.rules import lora, model, parallel, run
 from graphmoe.plan.rules.auto import auto_rules, presumed, value_of, with_values
 from graphmoe.plan.rules.unused import of_experts
 
@@ -51,6 +51,7 @@ RULES = (
     parallel.clip_rules,
     parallel.storage_rules,
     parallel.context_parallel_rules,
+    lora.lora_rules,
 )
 
 FUNCTIONS = ("optim.schedule", "data.source")  # keys whose plug-in is a function

@@ -194,7 +194,7 @@ def _update_compiled(region: Region, scalars: StepScalars, *, eager: bool) -> No
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:
     families = optimizer.families
     return {
-        "weights": [tensor for f in families for tensor in (f.weight, f.weight_shard)],
+        "weights": [*(t for f in families for t in (f.weight, f.weight_shard)), *optimizer.frozen.values()],
         "main_weights": [f.main for f in families],
         "gradients": [tensor for f in families for tensor in (f.grad, f.grad_shard)],
         "moments": [tensor for f in families for of in (f.moments, f.rows) for tensor in of.values()],

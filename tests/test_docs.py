@@ -178,7 +178,8 @@ def check_command(page, line, folder):
     module = load(tool)
     if "--config-dir" not in words:
         given, words = words, [with_stand_in(word, folder) for word in words]
-        words += ["data.tokenizer=tokenizer.json"] * (words != given and "data=files" in words)
+        of_text = bool({"data=files", "data=chat"} & {*words})
+        words += ["data.tokenizer=tokenizer.json"] * (words != given and of_text)
     if words and words[-1] in ("--help", "--help=all", "--version") and not (words := words[:-1]):
         return
     if tool == "graphmoe.project" and words:

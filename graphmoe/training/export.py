@@ -21,12 +21,14 @@ from graphmoe.checkpoint.entries import Entries, own_share
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import STEM, entries_of, shapes_of, write_hf
+from graphmoe.checkpoint.hf.peft import merged
 from graphmoe.checkpoint.hf.pieces import pieces
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Index, TensorToWrite
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.progress import counting
 from graphmoe.config.ranges import shown_size
 from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.model.lora import without_adapters
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.layout import REPLICATED, Layout
 from graphmoe.plan.plan import Plan, dtype_of
@@ -46,7 +48,7 @@ def check_export(config: RunConfig, *, is_continued: bool) -> None:
         return
     folder, key = Path(name), f"checkpoint.export={name}"
     try:
-        to_hf_config(config.model)
+        to_hf_config(without_adapters(config.model))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     if folder.is_dir() and any(folder.iterdir()) and not is_continued:
@@ -60,17 +62,20 @@ def check_export(config: RunConfig, *, is_continued: bool) -> None:
 def export(plan: Plan, run: Path, optimizer: StepOptimizer, ranks: Ranks) -> None:
     """Write the weights to ``checkpoint.export``, in the dtype of ``precision.compute``. Collective.
 
+    LoRA adapters are merged into their matrices.
     ``run``: the run's folder, whose tokenizer is written too. *Raises* RunFailed if a file cannot be written.
     """
     assert plan.checkpoint.export is not None
     folder, started = Path(plan.checkpoint.export), time.perf_counter()
-    family, raw = to_hf_config(plan.model)
-    shapes = shapes_of(plan.model)
+    shapes, model = shapes_of(plan.model), without_adapters(plan.model)
+    family, raw = to_hf_config(model)
     dtypes = dict.fromkeys(shapes, dtype_of(plan.precision.compute))
     dtypes |= {name: torch.float32 for name in shapes if name.endswith(".selection_bias")}
     state = {**optimizer.model_state(), **optimizer.state_dict()["main"]}
     read = _reader(state, shapes, plan.layout, ranks)
-    entries = [*entries_of(pieces(family, plan.model), shapes, dtypes, read)]
+    if plan.model.lora_rank:
+        read = merged(plan.model, shapes, read)
+    entries = [*entries_of(pieces(family, model), shapes, dtypes, read)]
 
     def write(asked: Sequence[TensorToWrite]) -> list[Path]:
         for draft in folder.glob(f".{STEM}.tmp-*"):  # of an export that was killed

@@ -37,9 +37,10 @@ KINDS = {
 
 
 def run_in(folder, *words):
-    train_in(folder, *words)
     plain = OmegaConf.to_container(OmegaConf.structured(config(*words)), enum_to_str=True)
+    folder.mkdir()
     (folder / "resolved.yaml").write_text(yaml.safe_dump(plain))
+    train_in(folder, *words)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -49,7 +50,8 @@ def adapted(request, tmp_path_factory):
     words = (*WORDS, f"model.hf_family={request.param}", *KINDS[request.param])
     base = build_model(config(*words, "model.lora_rank=0").model, seed=3)
     save_hf(base, base.config, folder / "base")
-    run_in(folder / "run", *words, f"checkpoint.init_from={folder / 'base'}")
+    starts = f"checkpoint.init_from={folder / 'base'}", f"checkpoint.export={folder / 'exported'}"
+    run_in(folder / "run", *words, *starts)
     model, _ = generate.load_model(folder / "run", config(*words).model, torch.device("cpu"))
     tokens = torch.randint(0, 64, (2, 13), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -79,6 +81,8 @@ def test_merged_folders_have_the_logits_of_the_run(adapted):
     for target in ("hf", "graphmoe"):
         convert.main([f"from={folder / 'run'}", f"to={folder / target}", f"target={target}"])
     config_of_hf, model = load_hf(folder / "hf")
+    exported = load_hf(folder / "exported")[1].state_dict()
+    assert all(weight.equal(exported[name]) for name, weight in model.state_dict().items())
     again = build_model(config_of_hf, seed=None)
     load_weights(again, folder / "graphmoe")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", **EAGER).float()

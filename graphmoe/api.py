@@ -5,7 +5,6 @@ Suffixes: B sequences, S their tokens, D hidden, V vocabulary, T positions, L Mo
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from graphmoe.bench.jobs import compose_config
-from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
-from graphmoe.checkpoint.hf.pieces import pieces
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, TensorToWrite
+from graphmoe.checkpoint.hf import hf_entries
+from graphmoe.checkpoint.hf.tensor_files import Index, TensorToWrite
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.command.hydra import read_words
-from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, DpShard
 from graphmoe.model.moe_segments import update_selection_bias
 from graphmoe.ops.collectives import all_gather_into, use_groups
@@ -34,6 +30,7 @@ from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
+from graphmoe.training.export import write_folder
 from graphmoe.training.run import open_worker
 from graphmoe.training.saves import Chosen, random_state, restore_random_state, seed_everything
 from graphmoe.worker import join
@@ -73,7 +70,7 @@ class Trainer:
             weights = self.optimizer.weights_to_fill()
             load_weights(self.model, start, weights, self.plan.layout, self._ranks.rank)
             self.optimizer.adopt(weights)
-        self._open = ExitStack()
+        self._open, self._stores = ExitStack(), dict[Path, CheckpointStore]()
         folder = self._open.enter_context(temporary_folder("graphmoe_trainer_"))
         how = self.device, self.optimizer, self._ranks, folder, Chosen()
         self._execution = Execution(self.plan, *how)
@@ -81,6 +78,7 @@ class Trainer:
         self._execute = self.optimizer.executor(self._execution.execute)
         self._is_stale = False  # whether other ranks have updated weights of this one
         self._router_losses: list[Tensor] = []
+        self._num_calls = 0  # of `log_probs` with a gradient, in this micro-batch
         self._counts_LE = torch.zeros(self.model.num_moe_layers, self.plan.model.num_experts).to(self.device)
 
     def __enter__(self) -> "Trainer":
@@ -103,6 +101,7 @@ class Trainer:
         segments = head.segments(head.norm, loss=False)
         (h_BSD,) = self._execute(segments, {"x": x_BSD}, ("normed",))
         if torch.is_grad_enabled():
+            self._num_calls += 1
             for layer, output in enumerate(outputs):
                 self._router_losses.append(output.loss)
                 self._counts_LE[layer] += output.counts_E
@@ -117,8 +116,9 @@ class Trainer:
     def step(self, batch: Any, loss_fn: Callable[["Trainer", Any], Tensor]) -> dict[str, float]:
         """Update the weights by the mean gradient of ``loss_fn(self, batch)`` over ranks. Syncs the device.
 
-        A list is one micro-batch after the other, and the mean over them too. Routers' losses are added.
-        Returns loss, grad_norm, lr, and skipped (1.0 if loss or gradient was not finite). Collective.
+        A list is one micro-batch after the other, and the mean over them too. Losses of routers are added, as
+        a mean over the calls of `log_probs`. Returns loss, grad_norm, lr, and skipped: 1.0 if loss or
+        gradient was not finite. Collective.
         """
         optimizer, batches = self.optimizer, batch if isinstance(batch, list) else [batch]
         if scales := optimizer.scales:
@@ -127,8 +127,10 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for each in batches:
             self._router_losses.clear()
+            self._num_calls = 0
             own = loss_fn(self, each) / len(batches)
-            routers = sum(self._router_losses, start=torch.zeros_like(own)) / len(batches)
+            calls = max(self._num_calls, 1) * len(batches)
+            routers = sum(self._router_losses, start=torch.zeros_like(own)) / calls
             ((own + routers) / self.plan.layout.dp).backward()
             loss += own.detach()
         group = self._mesh.group("world")
@@ -136,7 +138,7 @@ class Trainer:
         result = optimizer.step(total)
         if scales:
             scales.update(result.finite)
-        if self.plan.model.selection_bias:
+        if self.plan.model.selection_bias and not self.plan.model.lora_rank:
             rate = self.plan.model.bias_update_rate
             for router, counts_E in zip(self.model.routers(), counts_LE, strict=True):
                 update_selection_bias(router.selection_bias, counts_E, rate, result.finite)
@@ -150,48 +152,45 @@ class Trainer:
         yield from ((entry.name, entry.make()) for entry in self._entries())
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write a folder that ``transformers`` reads. Collective. *Raises* ConfigError.
-
-        The first rank has all weights in host memory meanwhile.
-        """
-        _, raw = to_hf_config(self.plan.model)
-        found = [(entry, entry.make()) for entry in self._entries()]  # all ranks gather in one order
-        if self._ranks.is_first:
-            kept = [replace(entry, make=tensor.cpu) for entry, tensor in found]
-            most = parse_size("max_shard_size", DEFAULT_SHARD, least=1)
-            write_hf(Path(folder), raw, kept, max_bytes=most)
-        self._ranks.barrier()
+        """Write a folder that ``transformers`` reads. Collective. *Raises* ConfigError or OSError."""
+        write_folder(self.plan, Path(folder), self.optimizer, self._ranks)
 
     def save(self, folder: str | Path, step: int) -> None:
-        """Save weights, optimizer and random state as a checkpoint. Collective. *Raises* CheckpointError."""
-        self._store(folder).save(step, self._state(step), wait=True)
+        """Save weights, optimizer and random state as a checkpoint. Collective. *Raises* CheckpointError.
+
+        The folder keeps the newest ``checkpoint.keep_last`` of them.
+        """
+        self._store(Path(folder)).save(step, self._state(step), wait=True)
 
     def load(self, folder: str | Path) -> int:
         """Load the newest checkpoint of `save`; return its step, or 0 if there is none. Collective."""
         state = self._state(0)
-        if self._store(folder).load(state) is None:
+        if self._store(Path(folder)).load(state) is None:
             return 0
         self.optimizer.restored(state["optimizer"])
         restore_random_state(state["random"])
         self._is_stale = self._ranks.size > 1
         return int(state["step"])
 
-    def _store(self, folder: str | Path) -> CheckpointStore:
-        return CheckpointStore(Path(folder), self.plan.checkpoint)
+    def _store(self, folder: Path) -> CheckpointStore:
+        if folder not in self._stores:  # each has a process group
+            self._stores[folder] = CheckpointStore(folder, self.plan.checkpoint)
+            self._open.callback(self._stores[folder].close)
+        return self._stores[folder]
 
     def _state(self, step: int) -> dict[str, Any]:
         model, optimizer = self.optimizer.model_state(), self.optimizer.state_dict()
         return {"model": model, "optimizer": optimizer, "random": random_state(), "step": step}
 
-    def _entries(self) -> Iterator[TensorToWrite]:
-        family, _ = to_hf_config(self.plan.model)
+    def _entries(self) -> list[TensorToWrite]:
         self.optimizer.gather()
         own, at = self.model.state_dict(keep_vars=True), self.plan.layout
         whole: dict[str, Tensor] = {}
 
-        def read(name: str, index: Any) -> Tensor:
+        def read(name: str, index: Index) -> Tensor:
             if name not in whole:
-                whole.clear()  # an expert's tensors follow each other
+                if len(whole) == 3:  # an expert's tensors follow each other: a matrix and its adapters
+                    whole.clear()
                 whole[name] = own[name].detach()
                 for cut in layout_of(own[name]).cuts:
                     if at.size(cut.axis) > 1:  # ep, along the first dimension
@@ -202,7 +201,7 @@ class Trainer:
             return whole[name][index]
 
         dtypes = {name: weight.dtype for name, weight in own.items()}
-        return entries_of(pieces(family, self.plan.model), shapes_of(self.plan.model), dtypes, read)
+        return hf_entries(self.plan.model, dtypes, read)[2]
 
 
 def _check(plan: Plan) -> None:
@@ -211,6 +210,9 @@ def _check(plan: Plan) -> None:
         ("parallel.tp", parallel.tp, 1), ("parallel.etp", parallel.etp, 1), ("parallel.cp", parallel.cp, 1),
         ("parallel.pp", parallel.pp, 1), ("parallel.dp_shard", parallel.dp_shard.value, DpShard.zero1.value),
         ("graph.scope", plan.graph.scope, "none"), ("model.mtp_depth", plan.model.mtp_depth, 0),
+        ("pipeline.ep_overlap", plan.ep_overlap, False),
+        ("data.document_mask", plan.data.document_mask, False),
+        ("moe.receive_budget", plan.moe.receive_budget, "worst_case"),
     ):  # fmt: skip
         if value != valid:
             raise ConfigError(f"{key}={value}: graphmoe.Trainer runs {key}={valid} only")

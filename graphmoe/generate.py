@@ -66,10 +66,8 @@ def main(argv: list[str]) -> None:
         model, step = load_model(args.run, config, _device(args.device, config), args.step)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    # a prompt of data=chat is one conversation
-    if (
-        run.data.document_mask and run.data.source != "chat"
-    ):  # the last document of a prompt attends to itself only, as in training
+    # the last document of a prompt attends to itself only, as in training; one of data=chat is a conversation
+    if run.data.document_mask and run.data.source != "chat":
         path, end, _ = run_tokenizer(args.run)
         if end is None:
             raise ConfigError(f"{path} has no end-of-document token, which data.document_mask=true needs")

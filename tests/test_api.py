@@ -90,9 +90,13 @@ def test_weights_are_those_of_the_folder_and_start_a_loop(tmp_path):
         assert torch.equal(again.log_probs(TOKENS), expected)
 
 
-@pytest.mark.parametrize(
-    "word", ["parallel.cp=2", "graph.scope=partial", "model.mtp_depth=1", "parallel.dp_shard=fsdp2"]
-)
+REFUSED = (
+    "parallel.cp=2", "graph.scope=partial", "model.mtp_depth=1", "parallel.dp_shard=fsdp2",
+    "moe.receive_budget=2", "data.document_mask=true",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("word", REFUSED)
 def test_what_a_loop_cannot_run_is_named(word):
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         graphmoe.Trainer(*SMALL, word)
@@ -128,3 +132,29 @@ def test_two_ranks_with_half_the_experts_each_are_one(tmp_path):
     written = model.state_dict()
     for name, weight in weights_of(trainer).items():
         torch.testing.assert_close(written[name], weight, rtol=0, atol=1e-5)
+
+
+def test_adapters_are_handed_out_merged(tmp_path):
+    words = *SMALL, "model.lora_rank=2", "model.lora_targets=[attention,experts]"
+    with graphmoe.Trainer(*words, "optim.lr=0.1") as trainer:
+        before = {name: weight.clone() for name, weight in trainer.weights()}
+        for _ in range(2):
+            trainer.step(TOKENS, nll)
+        after = dict(trainer.weights())
+        changed = {name for name in after if not torch.equal(before[name], after[name])}
+        assert changed == {n for n in after if "self_attn" in n and "norm" not in n or ".experts." in n}
+        trainer.save_hf(tmp_path / "hf")
+        _, model = graphmoe.load_hf(tmp_path / "hf")
+        with torch.no_grad():
+            logits_BSV = model(TOKENS[:, :-1]).log_softmax(dim=-1)
+            wanted = trainer.log_probs(TOKENS)
+        torch.testing.assert_close(logits_BSV.gather(2, TOKENS[:, 1:, None])[..., 0], wanted)
+
+
+def test_losses_of_routers_do_not_grow_with_calls():
+    def twice(trainer, tokens):
+        return -torch.cat([trainer.log_probs(half) for half in tokens.chunk(2)]).mean()
+
+    words = *SMALL, "model.aux_loss=sequence", "model.aux_loss_coef=10"
+    with graphmoe.Trainer(*words) as trainer, graphmoe.Trainer(*words) as other:
+        assert trainer.step(TOKENS, nll) == pytest.approx(other.step(TOKENS, twice), rel=1e-5)

@@ -120,7 +120,7 @@ class ChatRecipe(Recipe):
         has_loss_T = np.zeros(len(ids_T), dtype=np.bool_)
         for start, stop in row.spans:
             has_loss_T |= (first_T < stop) & (last_T > start)
-            # a token of blanks alone may have no characters, after those that it has
+            # byte-level tokenizers trim blanks from offsets: a token of blanks is empty, at its end
             has_loss_T |= (first_T == last_T) & (first_T == stop) & (stop > start)
         end = self.end_token
         if row.ends and end is not None and (not len(ids_T) or ids_T[-1] != end):
@@ -170,12 +170,6 @@ def _turns(messages: list[Message], there: dict[str, Any], train_on: TrainOn) ->
     wanted = [index for index, message in enumerate(messages) if chosen(message)]
     shown = [{name: value for name, value in message.items() if name != "train"} for message in messages]
     return Turns(shown, wanted, tools, train_on is TrainOn.all)
-
-
-def _is_wanted(message: Message, train_on: TrainOn) -> bool:
-    if train_on is TrainOn.assistant:
-        return message["role"] == "assistant" and message.get("train") is not False
-    return message.get("train") is (train_on is TrainOn.field)  # with all: those without a loss
 
 
 def _messages(found: Any, name: str) -> list[Message]:

@@ -45,6 +45,7 @@ class _Generation(jinja2.ext.Extension):
     used = False  # by the template
     num_chars = 0  # rendered so far
     spans: list[Span]
+    texts: list[str]  # of the spans
 
     def parse(self, parser: Parser) -> nodes.Node:
         self.used, line = True, next(parser.stream).lineno
@@ -54,6 +55,7 @@ class _Generation(jinja2.ext.Extension):
     def _render(self, caller: Callable[[], str]) -> str:
         text = caller()
         self.spans.append((self.num_chars, self.num_chars + len(text)))
+        self.texts.append(text)
         if len(self.spans) > MAX_BLOCKS:
             raise TemplateError(f"it has more than {MAX_BLOCKS:,} generation blocks in a conversation")
         return text
@@ -98,14 +100,18 @@ class Template:
     ) -> tuple[str, list[Span]]:
         """Return the text, and spans of its generation blocks; ``prompt`` adds the head of an answer."""
         generation, parts = self._generation, list[str]()
-        generation.num_chars, generation.spans = 0, []
+        generation.num_chars, generation.spans, generation.texts = 0, [], []
         names = {"messages": [*map(_with_reasoning, messages)], "tools": tools, "documents": None}
         for part in self._template.generate(**self._variables | names, add_generation_prompt=prompt):
             parts.append(part)
             generation.num_chars += len(part)
             if generation.num_chars > MAX_CHARS:
                 raise TemplateError(f"it makes more than {MAX_CHARS:,} characters of a conversation")
-        return "".join(parts), generation.spans
+        text = "".join(parts)
+        for (start, stop), block in zip(generation.spans, generation.texts, strict=True):
+            if text[start:stop] != block:  # of text that a macro, a set block or a filter held back
+                raise TemplateError("a generation block is not where it was rendered; move it out of macros")
+        return text, generation.spans
 
     def spans(self, messages: Sequence[Message], tools: Any, wanted: Sequence[int]) -> tuple[str, list[Span]]:
         """Return the text, and the span of each wanted message, by its index.
@@ -162,8 +168,8 @@ def _raise(message: object) -> None:
     raise TemplateError(str(message))
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _now(form: str, now: datetime = datetime.now()) -> str:  # noqa: B008  # one date for all renderings
+    return now.strftime(form)
 
 
 def _with_reasoning(message: Message) -> Message:

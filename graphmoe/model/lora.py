@@ -23,7 +23,7 @@ class LoraLinear(nn.Linear):
     """Frozen matrix with an adapter: y = x W^T + scale (x A^T) B^T, A [rank, K], B [N, rank]."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
-        """Takes the weight of ``linear``; where tp cuts that, it cuts an adapter's same dimension."""
+        """Reuses the weight of ``linear``; where tp cuts that, it cuts an adapter's same dimension."""
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.scale = linear.weight, scale
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features))

@@ -91,8 +91,12 @@ class StepOptimizer(ABC):
         Moments that are not stored in fp32 are fp32 copies in host memory, others share the state's memory.
         """
         found = {moment: self._entries(moment) for moment in self.rule.all_moments}
-        found["main"] = self._entries("main") if self.rounds else {}
+        found["main"] = self.main_state()
         return {**found, "counters": self._counters(), "scales": self.scales.values() if self.scales else {}}
+
+    def main_state(self) -> dict[str, Any]:
+        """Return this rank's master weights by parameter name, none if the model's weights are fp32."""
+        return self._entries("main") if self.rounds else {}
 
     @abstractmethod
     def _entries(self, kind: str) -> dict[str, Any]:

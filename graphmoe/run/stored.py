@@ -106,8 +106,9 @@ def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
 
 
 def base_folder(run: Path) -> str | None:
-    """Return the folder whose weights a run started from."""
-    return read_stored_run(run)[1].checkpoint.init_from
+    """Return the Hugging Face folder whose weights a run started from."""
+    start = read_stored_run(run)[1].checkpoint.init_from
+    return str(Path(start).absolute()) if start and kind_if_any(Path(start)) is FolderKind.hf else None
 
 
 class FolderKind(enum.Enum):

@@ -36,7 +36,7 @@ class TokenizerSource(NamedTuple):
     path: Path  # tokenizer.json, possibly missing; its other files are beside it
     token_ids: dict[str, Any]
     end_token: str | None = None  # token that ends a run's documents, if no file may say it
-    template: str | None = None  # data.chat_template of a run, instead of the file beside the tokenizer
+    template: Path | None = None  # a run's copy of data.chat_template, for the file beside the tokenizer
 
 
 def tokenizer_of_run(run: Path) -> TokenizerSource:
@@ -45,8 +45,8 @@ def tokenizer_of_run(run: Path) -> TokenizerSource:
     If the run kept the tokenizer of a Hugging Face folder that it started from, that folder's files are taken
     as they are.
     """
-    stored = read_stored_run(run)[1]
-    template = stored.data.chat_template
+    config, stored = read_stored_run(run)
+    template = config.with_name(TEMPLATE_FILE) if stored.data.chat_template else None
     if (start := _kept_start(stored)) is not None:
         return TokenizerSource(start / TOKENIZER, token_ids_of(start), template=template)
     path, end, token = run_tokenizer(run)
@@ -104,7 +104,9 @@ def write_tokenizer(source: TokenizerSource, to: Path, context_length: int) -> l
     places = {name: source.path.with_name(name) for name in FILES} | {TOKENIZER: source.path}
     found = {name: path for name, path in places.items() if path.is_file() and _is_of_its_folder(path)}
     if source.template is not None:
-        found[TEMPLATE_FILE] = Path(source.template)
+        found.pop(TEMPLATE_FILE, None)
+        if source.template.is_file() and _is_of_its_folder(source.template):
+            found[TEMPLATE_FILE] = source.template
     made: dict[str, dict[str, Any]] = {}
     if source.end_token is not None:
         found.pop(GENERATION_CONFIG, None)  # it would describe the model that the tokenizer is from

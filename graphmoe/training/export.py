@@ -19,10 +19,9 @@ from torch import Tensor
 
 from graphmoe.checkpoint.entries import Entries, own_share
 from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.hf import hf_entries
 from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import STEM, entries_of, shapes_of, write_hf
-from graphmoe.checkpoint.hf.peft import merged
-from graphmoe.checkpoint.hf.pieces import pieces
+from graphmoe.checkpoint.hf.folder import STEM, shapes_of, write_hf
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Index, TensorToWrite
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.progress import counting
@@ -46,7 +45,10 @@ def check_export(config: RunConfig, *, is_continued: bool) -> None:
     """Raise ConfigError if ``checkpoint.export`` cannot be written; a continued run replaces its own."""
     if (name := config.checkpoint.export) is None:
         return
-    folder, key = Path(name), f"checkpoint.export={name}"
+    folder, key = _folder(name), f"checkpoint.export={name}"
+    for start in filter(None, (config.checkpoint.init_from, config.checkpoint.resume_from)):
+        if folder.resolve() == Path(start).expanduser().resolve():
+            raise ConfigError(f"{key} is the folder that the run starts from; use a new folder")
     try:
         to_hf_config(without_adapters(config.model))
     except ConfigError as error:
@@ -62,39 +64,49 @@ def check_export(config: RunConfig, *, is_continued: bool) -> None:
 def export(plan: Plan, run: Path, optimizer: StepOptimizer, ranks: Ranks) -> None:
     """Write the weights to ``checkpoint.export``, in the dtype of ``precision.compute``. Collective.
 
-    LoRA adapters are merged into their matrices.
     ``run``: the run's folder, whose tokenizer is written too. *Raises* RunFailed if a file cannot be written.
     """
     assert plan.checkpoint.export is not None
-    folder, started = Path(plan.checkpoint.export), time.perf_counter()
-    shapes, model = shapes_of(plan.model), without_adapters(plan.model)
-    family, raw = to_hf_config(model)
-    dtypes = dict.fromkeys(shapes, dtype_of(plan.precision.compute))
-    dtypes |= {name: torch.float32 for name in shapes if name.endswith(".selection_bias")}
-    state = {**optimizer.model_state(), **optimizer.state_dict()["main"]}
-    read = _reader(state, shapes, plan.layout, ranks)
-    if plan.model.lora_rank:
-        read = merged(plan.model, shapes, read)
-    entries = [*entries_of(pieces(family, model), shapes, dtypes, read)]
-
-    def write(asked: Sequence[TensorToWrite]) -> list[Path]:
-        for draft in folder.glob(f".{STEM}.tmp-*"):  # of an export that was killed
-            shutil.rmtree(draft)
-        tokenizer, most = tokenizer_of_run(run), parse_size("max_shard_size", DEFAULT_SHARD, least=1)
-        with counting(f"writing {folder}", sum(entry.num_bytes for entry in asked)) as on_bytes:
-            ids = tokenizer.token_ids
-            files = write_hf(folder, raw, asked, max_bytes=most, token_ids=ids, on_bytes=on_bytes)
-        return [*files, *write_tokenizer(tokenizer, folder, plan.model.context_length)]
-
+    folder, started = _folder(plan.checkpoint.export), time.perf_counter()
     try:
-        files = _on_first(write, entries, ranks)
+        files = write_folder(plan, folder, optimizer, ranks, run)
     except (ConfigError, OSError) as error:
         words = f"from={hydra_value(str(run))} to={hydra_value(str(folder))} overwrite=true"
         instead = f"; python -m graphmoe.convert {words} writes the checkpoint" * plan.checkpoint.enabled
         raise RunFailed(f"checkpoint.export={folder} could not be written: {error}{instead}") from error
     if ranks.is_first:
         size, seconds = shown_size(sum(path.stat().st_size for path in files)), time.perf_counter() - started
+        family, _ = to_hf_config(without_adapters(plan.model))
         log.info("exported %s (%s): %s in %.2f s", display_path(folder), family.name, size, seconds)
+
+
+def write_folder(
+    plan: Plan, folder: Path, optimizer: StepOptimizer, ranks: Ranks, run: Path | None = None
+) -> list[Path]:
+    """Write a Hugging Face folder, with the tokenizer of ``run`` if given; return rank 0's files. Collective.
+
+    *Raises* ConfigError or OSError, on all ranks.
+    """
+    shapes = shapes_of(plan.model)
+    dtypes = dict.fromkeys(shapes, dtype_of(plan.precision.compute))
+    dtypes |= {name: torch.float32 for name in shapes if name.endswith(".selection_bias")}
+    state = {**optimizer.model_state(), **optimizer.main_state()}
+    _, raw, entries = hf_entries(plan.model, dtypes, _reader(state, shapes, plan.layout, ranks))
+
+    def write(asked: Sequence[TensorToWrite]) -> list[Path]:
+        for draft in folder.glob(f".{STEM}.tmp-*"):  # of an export that was killed
+            shutil.rmtree(draft)
+        tokenizer = tokenizer_of_run(run) if run else None
+        most, ids = parse_size("max_shard_size", DEFAULT_SHARD, least=1), tokenizer and tokenizer.token_ids
+        with counting(f"writing {folder}", sum(entry.num_bytes for entry in asked)) as on_bytes:
+            files = write_hf(folder, raw, asked, max_bytes=most, token_ids=ids, on_bytes=on_bytes)
+        return files + (write_tokenizer(tokenizer, folder, plan.model.context_length) if tokenizer else [])
+
+    return _on_first(write, entries, ranks)
+
+
+def _folder(name: str) -> Path:
+    return Path(name).expanduser()
 
 
 def _on_first(

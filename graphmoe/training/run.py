@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.config.progress import console, working
 from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, RunConfig
+from graphmoe.config.untrusted import read_text
 from graphmoe.data import DataError
-from graphmoe.data.tokenizer import num_ids
+from graphmoe.data.tokenizer import TEMPLATE_FILE, num_ids
 from graphmoe.model.attention import check_backend
 from graphmoe.passes import select_passes
 from graphmoe.plan.experts import has_experts
@@ -100,6 +101,9 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
             if trainer.corpus.tokenizer is not None:
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
+            if (name := plan.data.chat_template) is not None:
+                text = read_text(Path(name).expanduser())
+                _write(folder / TEMPLATE_FILE, text, "before the first step")
         finished = trainer.run()
     with StopSignal() as stop:  # all steps are done: signals stop the sample only
         memory = ranks.gather(trainer.memory)

@@ -193,7 +193,7 @@ def _import_weights(
     with named_source("init_from", folder):
         kind = load_weights(model, folder, weights, plan.layout, ranks.rank)
     optimizer.adopt(weights)
-    filled = {"model": optimizer.model_state(), "optimizer": optimizer.state_dict()}
+    filled = {"model": optimizer.model_state(), "optimizer": {"main": optimizer.main_state()}}
     if name := saves.not_finite(filled):
         raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
     log.info("weights loaded from %s (%s)", folder, kind.value)

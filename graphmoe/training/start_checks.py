@@ -38,7 +38,7 @@ SURE = 0.9  # lower bound of activations over projected ones, which are within 5
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
-    """Check that resume_from or init_from is present, complete and of this model; and the place of an export.
+    """Check that resume_from or init_from is whole and of this model, and that an export can be written.
 
     Reads shapes, not contents. Starts are ignored if the run has a checkpoint. *Raises* ConfigError.
     """

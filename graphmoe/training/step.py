@@ -65,7 +65,7 @@ class TrainStep:
             result = optimizer.step(scalars["loss"])
             if scales:
                 scales.update(result.finite)
-        if self.plan.model.selection_bias and not self.plan.model.lora_rank:  # an adapter has no such bias
+        if self.plan.model.selection_bias and not self.plan.model.lora_rank:  # frozen: no adapter holds it
             rate = self.plan.model.bias_update_rate
             for layer, router in self.routers.items():
                 update_selection_bias(router.selection_bias, totals.counts_LE[layer], rate, result.finite)

@@ -230,9 +230,9 @@ def _check_pods(count: int, pods: int, nproc: int) -> None:
         raise ConfigError(f"{said}; use launch.nproc={num_ranks() // pods}")
 
 
-def _number(variable: str, default: int, least: int = 1, most: int = 2**31 - 1) -> int:
+def _number(variable: str, default: int, least: int = 1, most: int = 2**32 - 1) -> int:
     value = os.environ.get(variable) or str(default)
-    if not (value.isascii() and value.isdecimal() and least <= int(value[:12]) <= most):
+    if not (re.fullmatch("[0-9]{1,12}", value) and least <= int(value) <= most):
         said = f"{variable}={value} in the environment must be a number from {least} to {most}"
         raise ConfigError(f"{said}; correct or unset it")
     return int(value)

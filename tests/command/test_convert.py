@@ -128,12 +128,17 @@ def test_the_newest_checkpoint_of_a_run_is_exported_with_its_tokenizer(run, tmp_
 def test_a_run_is_exported_with_the_chat_template_that_it_named(run, tmp_path, capsys):
     resolved = run[0] / "resolved.yaml"
     document = yaml.safe_load(resolved.read_text())
-    (tmp_path / "own.jinja").write_text("{{ messages }}")
-    document["data"]["chat_template"] = str(tmp_path / "own.jinja")
+    (tmp_path / "secret").write_text("of this machine")
+    document["data"]["chat_template"] = str(tmp_path / "secret")
     resolved.write_text(yaml.safe_dump(document))
-    report = call(capsys, f"from={run[0]}", f"to={tmp_path / 'out'}")
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert "chat_template.jinja" in report["files"]
+    copy = run[0] / "chat_template.jinja"
+    assert copy.name not in call(capsys, f"from={run[0]}", f"to={tmp_path / 'none'}")["files"]
+    copy.symlink_to(tmp_path / "secret")
+    assert copy.name not in call(capsys, f"from={run[0]}", f"to={tmp_path / 'link'}")["files"]
+    copy.unlink()
+    copy.write_text("{{ messages }}")
+    assert copy.name in call(capsys, f"from={run[0]}", f"to={tmp_path / 'out'}")["files"]
+    assert (tmp_path / "out" / copy.name).read_text() == "{{ messages }}"
 
 
 @pytest.mark.parametrize("kept", ["start", "tokenizer", "another run"])

@@ -102,6 +102,14 @@ def test_spans_of_calls_are_whole_answers(rendered):
     assert text[start:stop].endswith("</tool_call><|im_end|>") and text[slice(*last)] == "loss<|im_end|>"
 
 
+def test_a_generation_block_whose_place_is_unknown_is_refused():
+    block = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    held = "{% set kept %}head " + block + "{% endset %}{{ kept }}"
+    with pytest.raises(chat_renderer.TemplateError, match="generation block is not where it was rendered"):
+        Template(held, {}).render([{"role": "assistant", "content": "yes"}])
+    assert Template("head " + block, {}).render([{"role": "assistant", "content": "yes"}])[1] == [(5, 8)]
+
+
 def test_messages_that_change_with_later_ones_are_refused_by_cause_and_remedy(rendered):
     brief = "(message['content'] if loop.last or message.role != 'assistant' else '...') +"
     changing = CHATML.replace("message['content'] +", brief)

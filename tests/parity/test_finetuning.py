@@ -157,6 +157,8 @@ def test_what_cannot_be_exported_is_refused_before_it_trains(hf, tmp_path):
             run.wait() == 2
             and said == f"error: {word}: {tmp_path}/secret is not a folder; use another folder"
         )
+    run = command(tmp_path, *TRAIN, "checkpoint.export=./hf")
+    assert run.wait() == 2 and "export=./hf is the folder that the run starts from" in run.err.read_text()
     run = command(tmp_path, "model=tiny_gqa", "model.attention_gate=true", "checkpoint.export=out", *SMALL)
     assert (
         run.wait() == 2 and "error: checkpoint.export=out: no Hugging Face family can" in run.err.read_text()

@@ -1,18 +1,22 @@
 """Loading and saving of models in Hugging Face's folder format."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import entries_of, open_hf, write_hf
+from graphmoe.checkpoint.hf.family import Family
+from graphmoe.checkpoint.hf.folder import entries_of, open_hf, shapes_of, write_hf
+from graphmoe.checkpoint.hf.peft import merged
 from graphmoe.checkpoint.hf.pieces import pieces
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD
+from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Index, TensorToWrite
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.model.build import Transformer, build_model
+from graphmoe.model.lora import without_adapters
 
 
 def load_hf(
@@ -31,6 +35,21 @@ def load_hf(
     return source.config, model
 
 
+def hf_entries(
+    config: ModelConfig, dtypes: Mapping[str, torch.dtype], read: Callable[[str, Index], Tensor]
+) -> tuple[Family, dict[str, Any], list[TensorToWrite]]:
+    """Return family, config.json and tensors of a folder; LoRA adapters are merged into their matrices.
+
+    ``dtypes`` by our names; ``read`` gives a part of one of our tensors, when it is written. *Raises*
+    ConfigError naming keys that no family can express.
+    """
+    model = without_adapters(config)
+    family, raw = to_hf_config(model)
+    if config.lora_rank:
+        read = merged(config, dtypes, read)
+    return family, raw, [*entries_of(pieces(family, model), shapes_of(model), dtypes, read)]
+
+
 def save_hf(
     model: Transformer,
     config: ModelConfig,
@@ -44,15 +63,13 @@ def save_hf(
     ``token_ids``: bos_token_id, eos_token_id and pad_token_id for config.json. *Raises* ConfigError naming
     keys that no family can express, or tensors that do not fit the configuration.
     """
-    family, raw = to_hf_config(config)
     state = model.state_dict()
     try:
         build_model(config, device="meta").load_state_dict(state, assign=True)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ConfigError(f"the model does not fit the configuration: {error}") from error
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    shapes = {name: tensor.shape for name, tensor in state.items()}
     if isinstance(max_shard_size, str):
         max_shard_size = parse_size("max_shard_size", max_shard_size, least=1)
-    entries = entries_of(pieces(family, config), shapes, dtypes, lambda name, index: state[name][index])
+    _, raw, entries = hf_entries(config, dtypes, lambda name, index: state[name][index])
     write_hf(Path(folder), raw, entries, max_bytes=max_shard_size, token_ids=token_ids)

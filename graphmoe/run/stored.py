@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,20 @@ def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
 
 
 def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
-    """Return a run's tokenizer.json (may be missing), and id and text of its end-of-document token."""
+    """Return a run's tokenizer.json (may be missing), and id and text of its end-of-document token.
+
+    The file that the configuration names counts only if the run's own copy is equal.
+    """
     config, run = read_stored_run(folder)
-    place, data = config.parent, run.data
-    named = find_tokenizer(data.tokenizer, fetch=False) if data.tokenizer else place
-    path = named if named.is_file() else place / TOKENIZER_FILE
+    own, data = config.with_name(TOKENIZER_FILE), run.data
+    named = find_tokenizer(data.tokenizer, fetch=False) if data.tokenizer else own
+    path = next((each for each in (own, named) if each.is_file()), own)
     if not path.is_file():
         return path, None, None
     tokenizer, name = load_tokenizer(path), data.eod_token
+    if path == own and named != own and named.is_file():
+        with suppress(ConfigError):  # a file of the reader's with the same name
+            path = named if load_tokenizer(named).to_str() == tokenizer.to_str() else own
     end = usual_end(tokenizer, path) if name is None else end_of_document(tokenizer, path, name)
     return path, end, None if end is None else tokenizer.id_to_token(end)
 

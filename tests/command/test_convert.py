@@ -190,6 +190,7 @@ def test_the_end_is_that_of_the_data_whatever_the_tokenizer_was_made_for(run, tm
     (place / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.1}')
     data = {"tokenizer": str(place / "mine.json"), "eod_token": "<eod>"}
     make_run(folder, {}, data=data)
+    tokenizer.save(str(folder / "tokenizer.json"))  # a run keeps a copy
     report = call(capsys, f"from={folder}", f"to={tmp_path / 'out'}")
     end = tokenizer.token_to_id("<eod>")
     for name in ("config.json", "generation_config.json"):
@@ -197,6 +198,23 @@ def test_the_end_is_that_of_the_data_whatever_the_tokenizer_was_made_for(run, tm
     for ours, theirs in (("tokenizer.json", "mine.json"), ("tokenizer_config.json", "tokenizer_config.json")):
         assert (tmp_path / "out" / ours).read_bytes() == (place / theirs).read_bytes()
     assert len(report["files"]) == len(set(report["files"])) == 5
+
+
+@pytest.mark.parametrize("theirs", ["other", "damaged", "same"])
+def test_the_copy_in_the_run_s_folder_wins(run, tmp_path, capsys, monkeypatch, theirs):
+    """A relative data.tokenizer names another file in the reader's folder, unless that one is equal."""
+    own, other = (train_bpe(iter([text]), 300, 1) for text in ("a text", "other words"))
+    make_run(run[0], {}, data={"tokenizer": "tokenizer.json"})
+    own.save(str(run[0] / "tokenizer.json"))
+    (reader := tmp_path / "reader").mkdir()
+    monkeypatch.chdir(reader)
+    named = {"other": other.to_str(), "damaged": "{", "same": own.to_str()}[theirs]
+    (reader / "tokenizer.json").write_text(named)
+    (reader / "special_tokens_map.json").write_text("{}")
+    report = call(capsys, f"from={run[0]}", f"to={tmp_path / 'out'}")
+    written = (tmp_path / "out" / "tokenizer.json").read_text()
+    assert written == (named if theirs == "same" else (run[0] / "tokenizer.json").read_text())
+    assert ("special_tokens_map.json" in report["files"]) == (theirs == "same")
 
 
 def test_a_run_without_a_tokenizer_or_an_end_is_exported_without_one(run, tmp_path, capsys):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from graphmoe.bench.jobs import compose_config
-from graphmoe.checkpoint.hf import hf_entries
+from graphmoe.checkpoint.hf.folder import hf_entries
 from graphmoe.checkpoint.hf.tensor_files import Index, TensorToWrite
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.command.hydra import read_words

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from graphmoe.checkpoint.entries import Entries, own_share
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.checkpoint.hf import hf_entries
 from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import STEM, shapes_of, write_hf
+from graphmoe.checkpoint.hf.folder import STEM, hf_entries, shapes_of, write_hf
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Index, TensorToWrite
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.progress import counting

@@ -1,22 +1,16 @@
 """Loading and saving of models in Hugging Face's folder format."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.family import Family
-from graphmoe.checkpoint.hf.folder import entries_of, open_hf, shapes_of, write_hf
-from graphmoe.checkpoint.hf.peft import merged
-from graphmoe.checkpoint.hf.pieces import pieces
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Index, TensorToWrite
+from graphmoe.checkpoint.hf.folder import hf_entries, open_hf, write_hf
+from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.model.build import Transformer, build_model
-from graphmoe.model.lora import without_adapters
 
 
 def load_hf(
@@ -33,21 +27,6 @@ def load_hf(
     model = build_model(source.config, device=device, dtype=dtype or source.dtype(), seed=None)
     source.fill(model.state_dict())
     return source.config, model
-
-
-def hf_entries(
-    config: ModelConfig, dtypes: Mapping[str, torch.dtype], read: Callable[[str, Index], Tensor]
-) -> tuple[Family, dict[str, Any], list[TensorToWrite]]:
-    """Return family, config.json and tensors of a folder; LoRA adapters are merged into their matrices.
-
-    ``dtypes`` by our names; ``read`` gives a part of one of our tensors, when it is written. *Raises*
-    ConfigError naming keys that no family can express.
-    """
-    model = without_adapters(config)
-    family, raw = to_hf_config(model)
-    if config.lora_rank:
-        read = merged(config, dtypes, read)
-    return family, raw, [*entries_of(pieces(family, model), shapes_of(model), dtypes, read)]
 
 
 def save_hf(

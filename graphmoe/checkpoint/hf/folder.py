@@ -17,8 +17,9 @@ from torch import Tensor
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import shortened
 from graphmoe.checkpoint.hf import mxfp4
-from graphmoe.checkpoint.hf.families import FAMILIES, to_model_config
+from graphmoe.checkpoint.hf.families import FAMILIES, to_hf_config, to_model_config
 from graphmoe.checkpoint.hf.family import Family, Piece
+from graphmoe.checkpoint.hf.peft import merged
 from graphmoe.checkpoint.hf.pieces import FUSED, pieces
 from graphmoe.checkpoint.hf.tensor_files import (
     DTYPES,
@@ -36,6 +37,7 @@ from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.config.untrusted import read_json
 from graphmoe.data.tokenizer import TOKEN_IDS
+from graphmoe.model.lora import without_adapters
 from graphmoe.model.transformer import Transformer
 
 STEM = "model"
@@ -221,6 +223,21 @@ def entries_of(
 
         shape = tuple(piece.theirs_of(ours[piece.ours][piece.index]).shape)
         yield TensorToWrite(theirs, (piece.num_rows or shape[0], *shape[1:]), dtypes[piece.ours], make)
+
+
+def hf_entries(
+    config: ModelConfig, dtypes: Mapping[str, torch.dtype], read: Callable[[str, Index], Tensor]
+) -> tuple[Family, dict[str, Any], list[TensorToWrite]]:
+    """Return family, config.json and tensors of a folder; LoRA adapters are merged into their matrices.
+
+    ``dtypes`` by our names; ``read`` gives a part of one of our tensors, when it is written. *Raises*
+    ConfigError naming keys that no family can express.
+    """
+    model = without_adapters(config)
+    family, raw = to_hf_config(model)
+    if config.lora_rank:
+        read = merged(config, dtypes, read)
+    return family, raw, [*entries_of(pieces(family, model), shapes_of(model), dtypes, read)]
 
 
 def write_hf(

@@ -17,7 +17,7 @@ from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.host.signals import LAUNCHER_PID
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.worker import _adapted, _join
+from graphmoe.worker import _adapted, join
 from tests.runs import ROOT, TINY, Command, command, config, numbers
 
 SHORT = ("train.steps=4", "hydra.run.dir=run")
@@ -122,7 +122,7 @@ def test_a_port_that_was_taken_meanwhile_is_one_line(monkeypatch):
     for name, value in {**place, "RANK": "0", "WORLD_SIZE": "2", LAUNCHER_PID: str(os.getppid())}.items():
         monkeypatch.setenv(name, value)
     with taken, pytest.raises(RunFailed, match="cannot listen at 127.0.0.1:.*the port was free a moment ago"):
-        _join(config())
+        join(config())
 
 
 @pytest.mark.parametrize("module", ["graphmoe.train", "graphmoe.worker"])

@@ -43,7 +43,7 @@ def join(name: str, folder: Path, environment: dict[str, str]) -> None:
     places.place_here = lambda: place_here()._replace(machine=host, host=host)
     try:
         started_by()
-        (folder / name).write_text(" ".join(worker._join(config()).gather(name)))
+        (folder / name).write_text(" ".join(worker.join(config()).gather(name)))
         while not (folder / "end").exists():
             time.sleep(0.01)
     except Exception as error:

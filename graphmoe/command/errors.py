@@ -140,8 +140,8 @@ ANSWERS = {
     "within a document",
     r"\w*masks?|ignore_index|\w*on_(?:inputs|completions)\w*": f"{_CHAT}; data.document_mask=true keeps "
     "attention and losses within a document of other sources",
-    "dpo|ppo|grpo|rlhf|rewards?|preferences?": "graphmoe.Trainer steps a loss of your own, of rewards or "
-    "preferences (docs/api.md)",
+    "dpo|ppo|grpo|rlhf|rewards?|preferences?": "graphmoe.Trainer, of the Python API, steps a loss of "
+    "your own, such as one of rewards or preferences",
     "muon": "optim=muon updates matrices by Muon and the rest by AdamW; its keys are those of optim",
     "shampoo|soap|lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizers are optim=adamw "
     "and optim=muon; a rule of your own is optim.name=package.module:NAME",

@@ -64,7 +64,7 @@ def test_help_versions_and_typos_of_each_command_import_no_torch():
 
 
 def test_the_console_command_lists_all_commands_and_names_the_nearest(answer):
-    assert COMMANDS.keys() == HOUSE_COMMANDS - {"__main__"}
+    assert COMMANDS.keys() == HOUSE_COMMANDS - {"__main__", "api"}
     for words in ((), ("--help",), ("help",)):
         status, out, err = answer(*words)
         assert (status, err) == (0, "")

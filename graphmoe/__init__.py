@@ -8,7 +8,10 @@ __all__ = ["Trainer", "load_hf", "save_hf"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        return importlib.import_module("graphmoe.api").Trainer
     if name in __all__:
-        module = "graphmoe.api" if name == "Trainer" else "graphmoe.checkpoint.hf"
-        return getattr(importlib.import_module(module), name)
+        from graphmoe.checkpoint import hf
+
+        return getattr(hf, name)
     raise AttributeError(f"module 'graphmoe' has no attribute '{name}'")

@@ -25,7 +25,7 @@ from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Index, TensorToWr
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.progress import counting
 from graphmoe.config.ranges import shown_size
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig
 from graphmoe.model.lora import without_adapters
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.layout import REPLICATED, Layout
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 DONE = -1
 
 
-def check_export(config: RunConfig, *, is_continued: bool) -> None:
+def check_export(checkpoint: CheckpointConfig, model: ModelConfig, *, is_continued: bool) -> None:
     """Raise ConfigError if ``checkpoint.export`` cannot be written; a continued run replaces its own."""
-    if (name := config.checkpoint.export) is None:
+    if (name := checkpoint.export) is None:
         return
     folder, key = _folder(name), f"checkpoint.export={name}"
-    for start in filter(None, (config.checkpoint.init_from, config.checkpoint.resume_from)):
+    for start in filter(None, (checkpoint.init_from, checkpoint.resume_from)):
         if folder.resolve() == Path(start).expanduser().resolve():
             raise ConfigError(f"{key} is the folder that the run starts from; use a new folder")
     try:
-        to_hf_config(without_adapters(config.model))
+        to_hf_config(without_adapters(model))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     if folder.is_dir() and any(folder.iterdir()) and not is_continued:

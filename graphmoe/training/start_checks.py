@@ -45,7 +45,7 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
     checkpoint, model = config.checkpoint, config.model
     require_family(model.hf_family)
     is_continued = own_folder is not None and bool(saved_steps(own_folder / CHECKPOINTS))
-    check_export(config, is_continued=is_continued)
+    check_export(checkpoint, model, is_continued=is_continued)
     if is_continued:
         return
     try:

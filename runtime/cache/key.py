@@ -49,6 +49,8 @@ SINGLE_KEYS = (
     "pipeline.ep_overlap",
     "optim.name",
     "optim.schedule",
+    "optim.moment_dtype",
+    "optim.master_dtype",
     "graph.scope",
 )
 BASE, OWN_PASS, EXTRA_PASS = "base.", "passes.own.", "passes.extra."

@@ -26,6 +26,7 @@ NO_FACTS = """
     data.source data.seed data.paths data.weights data.val_paths data.val_fraction data.text_field
     data.tokenizer data.eod_token data.bpe_vocab_size data.cache_dir data.hf_name data.hf_config data.hf_split
     data.hf_val_split data.shuffle data.skip_bad data.prefetch data.document_length optim.momentum
+    data.chat_template data.train_on data.too_long checkpoint.export
     optim.lr optim.min_lr_ratio optim.warmup_steps optim.wsd_decay_fraction optim.beta1 optim.beta2 optim.eps
     optim.weight_decay optim.bucket_mb parallel.dp parallel.pp
     train.steps train.tokens train.epochs train.global_batch_size train.seed train.clip_grad_norm

@@ -24,7 +24,6 @@ from graphmoe.ops.collectives import all_gather_into, use_groups
 from graphmoe.plan.layout import layout_of
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import open_device
-from graphmoe.run.weights import load_weights
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
 from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.ranks import Mesh, sums
@@ -33,6 +32,7 @@ from graphmoe.training.executor import Execution
 from graphmoe.training.export import write_folder
 from graphmoe.training.run import open_worker
 from graphmoe.training.saves import Chosen, random_state, restore_random_state, seed_everything
+from graphmoe.training.setup import import_weights
 from graphmoe.worker import join
 
 # no graph captures a loss of yours, and no step of yours runs again because a receive buffer overflowed
@@ -50,13 +50,13 @@ class Trainer:
     sequences. It is a context manager, which ends what the ranks share.
     """
 
-    def __init__(self, *words: str) -> None:
-        """``words``: overrides of `graphmoe train`, such as "checkpoint.init_from=FOLDER". Collective.
+    def __init__(self, *overrides: str) -> None:
+        """``overrides``: as of `graphmoe train`, such as "checkpoint.init_from=FOLDER". Collective.
 
         Their data, batch sizes and number of steps count only for learning rates, the choice of kernels and
         the longest sequence. *Raises* ConfigError.
         """
-        config = compose_config(*read_words([*OWN, *words]))
+        config = compose_config(*read_words([*OWN, *overrides]))
         self._ranks = join(config)
         self.plan, _ = open_worker(config, self._ranks)
         _check(self.plan)
@@ -66,10 +66,7 @@ class Trainer:
         seed_everything(self.plan.train.seed, self.plan.precision, self.device)
         dispatcher = make_dispatcher(self.plan, self._mesh)
         self.model, self.optimizer = build(self.plan, self.device, self._mesh, dispatcher)
-        if start := self.plan.checkpoint.init_from:
-            weights = self.optimizer.weights_to_fill()
-            load_weights(self.model, start, weights, self.plan.layout, self._ranks.rank)
-            self.optimizer.adopt(weights)
+        import_weights(self.plan, self._ranks, self.model, self.optimizer)
         self._open, self._stores = ExitStack(), dict[Path, CheckpointStore]()
         folder = self._open.enter_context(temporary_folder("graphmoe_trainer_"))
         how = self.device, self.optimizer, self._ranks, folder, Chosen()

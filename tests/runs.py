@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import pkgutil
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -174,6 +175,30 @@ def assert_same_state(one, other, name=""):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}: {m}")
     else:
         assert repr(one) == repr(other), name
+
+
+def assert_parts_are_the_whole(folder, *words):
+    """Train 6 steps at once in ``whole``, and 3 and then 6 in ``parts``, bitwise alike."""
+    train_in(folder / "whole", *words)
+    for steps in (3, 6):
+        train_in(folder / "parts", *words, f"train.steps={steps}")
+    assert_same_ends(folder, "parts", words)
+    train = [[row for row in numbers(folder / name) if "loss" in row] for name in ("whole", "parts")]
+    assert train[0] == train[1] and len(train[0]) == 6
+
+
+def assert_half_becomes_the_whole(folder, *words):
+    """Train on from the checkpoints before step 6 of the run in ``whole``, bitwise alike."""
+    shutil.copytree(folder / "whole", folder / "half")
+    shutil.rmtree(folder / "half" / "checkpoints" / "step_00000006")
+    train_in(folder / "half", *words)
+    assert numbers(folder / "half") == numbers(folder / "whole")
+    assert_same_ends(folder, "half", words)
+
+
+def assert_same_ends(folder, other, words):
+    states = [final_state(folder / name, folder / f"{name}_2", *words) for name in ("whole", other)]
+    assert_same_state(*states)
 
 
 def assert_same_runs(folder, words, of_plain=(), of_other=()):

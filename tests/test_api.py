@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import graphmoe
 from graphmoe.config.schema import ConfigError
@@ -158,3 +159,14 @@ def test_losses_of_routers_do_not_grow_with_calls():
     words = *SMALL, "model.aux_loss=sequence", "model.aux_loss_coef=10"
     with graphmoe.Trainer(*words) as trainer, graphmoe.Trainer(*words) as other:
         assert trainer.step(TOKENS, nll) == pytest.approx(other.step(TOKENS, twice), rel=1e-5)
+
+
+def test_start_weights_that_are_not_finite_are_refused(tmp_path):
+    with graphmoe.Trainer(*SMALL) as trainer:
+        trainer.save_hf(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="loss_head.norm.weight has values that are not finite"):
+        graphmoe.Trainer(*SMALL[5:], f"checkpoint.init_from={tmp_path / 'hf'}")

@@ -110,7 +110,7 @@ class Template:
         text = "".join(parts)
         for (start, stop), block in zip(generation.spans, generation.texts, strict=True):
             if text[start:stop] != block:  # of text that a macro, a set block or a filter held back
-                raise TemplateError("a generation block is not where it was rendered; move it out of macros")
+                raise TemplateError("generation blocks in macros, set blocks or filters have no position")
         return text, generation.spans
 
     def spans(self, messages: Sequence[Message], tools: Any, wanted: Sequence[int]) -> tuple[str, list[Span]]:

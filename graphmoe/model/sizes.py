@@ -233,7 +233,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def step_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
-    """Return a token's FLOPs of forward and backward by part; the input's dgrad, which nobody needs, too."""
+    """Return a token's FLOPs of forward and backward by part, with the unneeded dgrad of the first layer."""
     forward = forward_flops(model, seq_len)
     if not model.lora_rank:
         return {name: 3 * flops for name, flops in forward.items()}

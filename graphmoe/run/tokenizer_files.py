@@ -100,7 +100,7 @@ def token_ids_of(folder: Path) -> dict[str, Any]:
 
 
 def write_tokenizer(source: TokenizerSource, to: Path, context_length: int) -> list[Path]:
-    """Write a folder's tokenizer files, copies where there are any; return their paths."""
+    """Write a folder's tokenizer files, copied if they exist; return their paths."""
     places = {name: source.path.with_name(name) for name in FILES} | {TOKENIZER: source.path}
     found = {name: path for name, path in places.items() if path.is_file() and _is_of_its_folder(path)}
     if source.template is not None:

@@ -66,7 +66,7 @@ class Saves:
 
         *Raises* TrainingStopped, whose message begins with ``before``, if the state is not finite.
         """
-        if name := self.not_finite(state):
+        if name := not_finite(state, self._ranks):
             raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
         if self._plan.checkpoint.enabled:
             skipped = int(state["optimizer"]["counters"]["skipped_in_row"].item())
@@ -76,7 +76,7 @@ class Saves:
     def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
         """Raise CheckpointError, naming an earlier finite checkpoint, if a loaded state is not finite."""
         path = folder_of(store.folder, step)
-        name = self.not_finite(state)
+        name = not_finite(state, self._ranks)
         if name is None:
             self._good = path
             return
@@ -101,15 +101,10 @@ class Saves:
             saved = NOTHING + (f"; the run began from {self._good}" if self._good else "")
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
-    def not_finite(self, state: Mapping[str, Any]) -> str | None:
-        """Return a tensor of model or optimizer that is not finite on any rank. One device sync."""
-        found = self._ranks.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
-        return next((name for name in found if name is not None), None)
-
     def _fits(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> bool:
         with suppress(CheckpointError):
             store.load(state, step)
-            return self.not_finite(state) is None
+            return not_finite(state, self._ranks) is None
         return False
 
     def _skips(self, skipped: int) -> str:
@@ -127,6 +122,12 @@ class Saves:
                 f"the newest checkpoint with finite weights is {self._good}, from which this run goes on"
             )
         return f"{name} is not finite after step {step}, which is not saved; {instead}"
+
+
+def not_finite(state: Mapping[str, Any], ranks: Ranks) -> str | None:
+    """Return a tensor of model or optimizer that is not finite on any rank. One device sync. Collective."""
+    found = ranks.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
+    return next((name for name in found if name is not None), None)
 
 
 @torch.no_grad()

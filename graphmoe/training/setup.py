@@ -31,7 +31,7 @@ from graphmoe.training.log_lines import start_block
 from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.micro_batches import MicroBatches, Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
-from graphmoe.training.saves import Chosen, Saves, restore_random_state, seed_everything, state_of
+from graphmoe.training.saves import Chosen, Saves, not_finite, restore_random_state, seed_everything, state_of
 from graphmoe.training.step import Steps, TrainStep
 from graphmoe.training.step_rows import StepRows
 from graphmoe.training.trainer import Trainer
@@ -165,7 +165,7 @@ def restore(
         with explained_mismatch(store.folder, plan.model):
             found = store.load(state)
     if found is None:
-        _import_weights(plan, saves, ranks, model, optimizer)
+        import_weights(plan, ranks, model, optimizer)
         return 0, chosen
     saves.taken(store, found, state)
     step, chosen = state["step"], Chosen(state.get("experts", ""), state.get("fp8", {}))
@@ -183,9 +183,8 @@ def restore(
     return step, chosen
 
 
-def _import_weights(
-    plan: Plan, saves: Saves, ranks: Ranks, model: Transformer, optimizer: StepOptimizer
-) -> None:
+def import_weights(plan: Plan, ranks: Ranks, model: Transformer, optimizer: StepOptimizer) -> None:
+    """Load the weights of ``checkpoint.init_from``, if given. Collective. *Raises* ConfigError."""
     folder = plan.checkpoint.init_from
     if not folder:
         return
@@ -194,6 +193,6 @@ def _import_weights(
         kind = load_weights(model, folder, weights, plan.layout, ranks.rank)
     optimizer.adopt(weights)
     filled = {"model": optimizer.model_state(), "optimizer": {"main": optimizer.main_state()}}
-    if name := saves.not_finite(filled):
+    if name := not_finite(filled, ranks):
         raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
     log.info("weights loaded from %s (%s)", folder, kind.value)

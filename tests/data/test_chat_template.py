@@ -105,7 +105,10 @@ def test_spans_of_calls_are_whole_answers(rendered):
 def test_a_generation_block_whose_place_is_unknown_is_refused():
     block = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
     held = "{% set kept %}head " + block + "{% endset %}{{ kept }}"
-    with pytest.raises(chat_renderer.TemplateError, match="generation block is not where it was rendered"):
+    with pytest.raises(
+        chat_renderer.TemplateError,
+        match="generation blocks in macros, set blocks or filters have no position",
+    ):
         Template(held, {}).render([{"role": "assistant", "content": "yes"}])
     assert Template("head " + block, {}).render([{"role": "assistant", "content": "yes"}])[1] == [(5, 8)]
 

@@ -102,7 +102,9 @@ def test_a_resume_in_another_layout_has_equal_weights_and_moments(runs, tmp_path
         for found, part in zip(runs[f"{layout} to 2"], parts, strict=True):
             assert moments_of(found, kind).keys() == part.keys()
             for name, moment in moments_of(found, kind).items():
-                if layout == "tp=2":  # other rows have one scale: rounded anew, by less than half a step
+                if (
+                    layout == "tp=2"
+                ):  # scales cover other elements, so values are requantized: half a step at most
                     assert (moment - part[name]).abs().max() <= part[name].abs().max() / 127, name
                 else:
                     assert torch.equal(moment, part[name]), name

@@ -134,7 +134,7 @@ def test_an_update_is_that_in_fp64_within_one_step_of_what_is_stored(moments, ma
             assert (w.double() - wanted).abs().le(relative * wanted.abs() + 1e-8).all()
             for key, exact, of_int8 in (("exp_avg", m, SIGNED_STEP), ("exp_avg_sq", v, SQUARE_STEP)):
                 error = (after[key][name].double() - exact).abs()
-                if moments is INT8:  # a parameter here is one row, of which an element is kept exactly
+                if moments is INT8:  # each parameter is one row, whose largest element int8 stores exactly
                     assert error.max() < of_int8 * exact.abs().max()
                 else:
                     step_of = BF16_STEP if moments is BF16 else 1e-6

@@ -8,12 +8,10 @@ from graphmoe.data import first_batches
 from tests.data.chats import conversations, write_rows, write_tokenizer
 from tests.runs import (
     COMPILED,
+    assert_parts_are_the_whole,
     assert_same_runs,
-    assert_same_state,
     command,
-    final_state,
     metrics,
-    numbers,
     train_in,
     trainer_in,
 )
@@ -75,13 +73,7 @@ def test_compiled_units_have_the_losses_of_the_plain_model(tmp_path, chat, as_tr
 
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, chat):
     words = (*chat, "optim.schedule=constant")
-    train_in(tmp_path / "whole", *words)
-    for steps in (3, 6):
-        train_in(tmp_path / "parts", *words, f"train.steps={steps}")
-    states = [final_state(tmp_path / name, tmp_path / f"{name}_", *words) for name in ("whole", "parts")]
-    assert_same_state(*states)
-    train = [[row for row in numbers(tmp_path / name) if "loss" in row] for name in ("whole", "parts")]
-    assert train[0] == train[1] and len(train[0]) == 6
+    assert_parts_are_the_whole(tmp_path, *words)
 
 
 def test_a_sample_prompt_is_text(tmp_path, chat):

@@ -1,7 +1,5 @@
 """Models without MoE layers: files of a run, projections of presets."""
 
-import shutil
-
 import pytest
 
 from graphmoe.bench.jobs import compose_config, composed
@@ -14,7 +12,7 @@ from graphmoe.run.files import EXPERT_LOADS_FILE
 from graphmoe.training.auto import decided, machine_of
 from graphmoe.training.dry_run import dry_run
 from graphmoe.training.memory import memory_of_places
-from tests.runs import TINY, assert_same_state, command, final_state, metrics, numbers, summary, train_in
+from tests.runs import TINY, assert_half_becomes_the_whole, command, metrics, summary, train_in
 
 DENSE = ("model.num_experts=0", "model.attention=gqa", "model.num_kv_heads=1", "model.tie_embeddings=true")
 OF_EXPERTS = {"router_entropy", "balance_loss", "z_loss", "load_max_over_mean", "rank_load"}
@@ -23,12 +21,7 @@ OF_EXPERTS = {"router_entropy", "balance_loss", "z_loss", "load_max_over_mean", 
 def test_a_run_resumes_bitwise_and_its_files_name_no_experts(tmp_path, caplog):
     caplog.set_level("INFO")
     train_in(tmp_path / "whole", *DENSE)
-    shutil.copytree(tmp_path / "whole", tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step_00000006")
-    train_in(tmp_path / "half", *DENSE)
-    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
-    states = [final_state(tmp_path / name, tmp_path / f"{name}_2", *DENSE) for name in ("half", "whole")]
-    assert_same_state(*states)
+    assert_half_becomes_the_whole(tmp_path, *DENSE)
     rows = metrics(tmp_path / "whole")
     assert len(rows) == 9 and all(not OF_EXPERTS & row.keys() for row in rows)
     assert not (tmp_path / "whole" / EXPERT_LOADS_FILE).exists()

@@ -7,16 +7,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data import first_batches
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import flops_per_token
-from tests.runs import (
-    COMPILED,
-    assert_same_runs,
-    assert_same_state,
-    final_state,
-    metrics,
-    numbers,
-    train_in,
-    trainer_in,
-)
+from tests.runs import COMPILED, assert_parts_are_the_whole, assert_same_runs, metrics, train_in, trainer_in
 
 MASK = ("data.document_mask=true", "data.document_length=5")
 QUIET = ("train.val_batches=0", "checkpoint.interval=0")
@@ -99,12 +90,6 @@ def test_compiled_units_have_the_losses_of_the_plain_model(request, tmp_path, wo
 
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path):
     words = (*MASK, "optim.schedule=constant")
-    train_in(tmp_path / "whole", *words)
-    for steps in (3, 6):
-        train_in(tmp_path / "parts", *words, f"train.steps={steps}")
-    states = [final_state(tmp_path / name, tmp_path / f"{name}_", *words) for name in ("whole", "parts")]
-    assert_same_state(*states)
-    train = [[row for row in numbers(tmp_path / name) if "loss" in row] for name in ("whole", "parts")]
-    assert train[0] == train[1] and len(train[0]) == 6
+    assert_parts_are_the_whole(tmp_path, *words)
     with pytest.raises(ConfigError, match="the data is not that of the checkpoint"):
         trainer_in(tmp_path / "parts", *words, "data.document_length=6")

@@ -1,6 +1,5 @@
 """Runs with LoRA: what stays frozen and is not computed, resuming, starts from other weights, estimates."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -18,17 +17,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.training.dry_run import dry_run
 from graphmoe.training.memory import memory_of_places
 from tests.checkpoint.test_peft import run_in
-from tests.runs import (
-    COMPILED,
-    TINY,
-    assert_same_state,
-    config,
-    final_state,
-    metrics,
-    numbers,
-    train_in,
-    trainer_in,
-)
+from tests.runs import COMPILED, TINY, assert_half_becomes_the_whole, config, metrics, train_in, trainer_in
 
 ALL = f"model.lora_targets=[{','.join(LORA_TARGETS)}]"
 ADAPTED = ("model.lora_rank=3", ALL)
@@ -50,12 +39,7 @@ def test_frozen_weights_stay_bitwise_and_a_resumed_run_is_the_whole_one(tmp_path
     state = optimizer.state_dict()
     assert {*state["exp_avg"]} == held and ({*state["main"]} == held if BF16 in words else not state["main"])
     assert all(not p.requires_grad and p.grad is None for p in optimizer.frozen.values())
-    shutil.copytree(tmp_path / "whole", tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step_00000006")
-    train_in(tmp_path / "half", *words)
-    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
-    states = [final_state(tmp_path / name, tmp_path / f"{name}_2", *words) for name in ("half", "whole")]
-    assert_same_state(*states)
+    assert_half_becomes_the_whole(tmp_path, *words)
 
 
 def graphs_of(trainer):

@@ -48,7 +48,7 @@ def adapter_entries(
 ) -> Iterator[TensorToWrite]:  # fmt: skip
     """Yield the tensors of a PEFT folder; ``shapes`` of adapters. MTP layers are left out.
 
-    *Raises* ConfigError for matrices of which peft has no such adapter.
+    *Raises* ConfigError for matrices whose adapters peft cannot store.
     """
     for piece in pieces(family, config, fused=True):
         names = adapters_of(piece.ours)

@@ -12,7 +12,8 @@ from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.training.saves import Saves, TrainingStopped, first_not_finite
+from graphmoe.training import saves
+from graphmoe.training.saves import TrainingStopped, first_not_finite
 from graphmoe.training.trainer import Trainer
 from tests.runs import (
     QUIET,
@@ -191,7 +192,7 @@ def test_a_start_names_what_is_not_finite_and_the_newest_good_one(tmp_path, monk
     trainer = steps(trainer_in(tmp_path / "run", *RUN), 5)
     first = spoil(trainer, PLACES["head"])
     with monkeypatch.context() as older:
-        older.setattr(Saves, "not_finite", lambda *_: None)
+        older.setattr(saves, "not_finite", lambda *_: None)
         steps(trainer, 1).saves.store.wait()
     trainer.loader.close()
     assert trainer.saves.store.latest() == [6, 4, 2]

@@ -131,7 +131,9 @@ def test_a_refused_run_makes_no_folder_and_deletes_none(tmp_path, word):
 
 def test_a_word_for_a_thing_gets_an_answer_about_the_thing():
     answers = {
-        "lora.rank=8": "key 'lora.rank' on the command line ('lora.rank=8'): model.lora_rank=8 trains",
+        "lora.rank=8": (
+            "unknown key 'lora.rank' on the command line ('lora.rank=8'): model.lora_rank=8 trains LoRA"
+        ),
         "model=llama2_7b": "'llama2_7b': the dense families are Llama 3, as model=llama3_8b, and Qwen3",
         "model=dbrx": "this family is not there; those that are: DeepSeek-V2",
         **dict.fromkeys(

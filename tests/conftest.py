@@ -109,6 +109,15 @@ def switches():
 
 
 @pytest.fixture(autouse=True)
+def logs_end():
+    """Remove handlers that a command in this process set, as its console ends with the test."""
+    yield
+    root = logging.getLogger()
+    for handler in [each for each in root.handlers if "pytest" not in type(each).__module__]:
+        root.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
 def memory_is_free_for_others(pytestconfig):
     """Return what a test of ``-m gpu`` held to the GPU, which other workers share."""
     yield

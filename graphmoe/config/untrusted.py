@@ -5,11 +5,13 @@ ignored.
 """
 
 import json
+import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 import yaml
@@ -34,6 +36,13 @@ def open_at_once(path: str, flags: int) -> int:
 
 def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """Read a regular file; rejects FIFOs and devices without waiting. *Raises* FileError."""
+    with open_regular(path, largest_bytes) as file:
+        return file.read()
+
+
+@contextmanager
+def open_regular(path: Path, largest_bytes: float = math.inf) -> Iterator[IO[bytes]]:
+    """Open a regular file; rejects FIFOs and devices without waiting. *Raises* FileError."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             found = os.fstat(file.fileno())
@@ -41,7 +50,7 @@ def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
                 raise FileError(f"{path} is not a regular file; give a file")
             if found.st_size > largest_bytes:
                 raise FileError(f"{path} has {found.st_size:,} bytes; at most {largest_bytes:,} are read")
-            return file.read()
+            yield file
     except (OSError, ValueError) as error:
         if isinstance(error, FileError):
             raise
@@ -112,11 +121,11 @@ def typed(found: Any, kind: type[T], source: str) -> T:
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise FileError(f"{source}: {_worded(str(error))}") from error
+        raise FileError(f"{source}: {worded(str(error))}") from error
 
 
-def _worded(message: str) -> str:
-    """Convert 'Expected `str`, got `int` - at `$.a.b`' to 'a.b: expected str, found int'."""
+def worded(message: str) -> str:
+    """Convert msgspec's 'Expected `str`, got `int` - at `$.a.b`' to 'a.b: expected str, found int'."""
     what, _, place = message.partition(" - at `")
     place = place.rstrip("`").removeprefix("$").removeprefix(".")
     what = what.replace("`", "").replace(", got ", ", found ")

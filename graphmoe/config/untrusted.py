@@ -58,12 +58,6 @@ def open_regular(path: Path, largest_bytes: float = math.inf) -> Iterator[IO[byt
         raise FileError(f"{path} cannot be read ({why})") from error
 
 
-def require_regular(path: Path) -> None:
-    """Raise FileError unless the path is a regular file; reading a FIFO would block."""
-    if not path.is_file():
-        raise FileError(f"{path} is not a readable regular file; give a file")
-
-
 def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
     """Read a regular UTF-8 file. *Raises* FileError."""
     try:
@@ -114,6 +108,15 @@ def _typed(text: str, load: Callable[[str], Any], name: str, kind: type[T], sour
         why = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise FileError(f"{source} is not {name}: {why}") from error
     return typed(found, kind, source)
+
+
+def decoded(content: bytes, kind: Any, source: str) -> Any:
+    """Parse JSON into ``kind`` without plain values between; ``source`` names it. *Raises* FileError."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "" if isinstance(error, msgspec.ValidationError) else "not JSON: "
+        raise FileError(f"{source}: {what}{worded(str(error))}") from error
 
 
 def typed(found: Any, kind: type[T], source: str) -> T:

@@ -46,7 +46,7 @@ _FREE_KEYS = (
     *("host.env", "host.gc_interval", "host.kernarg_pool_mb", "host.manual_gc", "host.max_hw_queues"),
     *("host.numa", "host.nvlink_multicast"),
     *("launch.endpoint", "launch.gpus_per_job", "launch.hang_timeout_s", "launch.max_restarts"),
-    *("launch.write_only", "run.auto"),
+    *("launch.write_only", "run.auto", "train.max_hours"),
 )
 
 

@@ -165,7 +165,7 @@ def train(config: RunConfig) -> float | None:
     if not sweeps:
         emit(summary, render(summary), config.format)
         raise_if_stopped(summary)
-    elif summary["stopped_by"]:
+    elif summary["stopped_by"] in signal.Signals.__members__:  # not train.max_hours of one job
         raise KeyboardInterrupt
     return value_of(summary)
 

@@ -5,7 +5,8 @@ as a torchrun of your own starts:
 
 torchrun --nproc-per-node 8 -m graphmoe.worker outputs/tiny/resolved.yaml
 
-Code that the file names as package.module:NAME is imported only if the command line names it after the file.
+Code that the file names as package.module:NAME is imported only if the command line names it after the file;
+keys that choose programs, folders of code or trackers likewise.
 Modules that import torch are imported inside functions: a worker first arranges to die with its launcher.
 """
 
@@ -22,6 +23,7 @@ import faulthandler
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOGS = "logs"
+_TRUSTED = re.compile(rf"{OWN_CODE.pattern}|[a-z_]+(\.\w+)+")  # code or a key, behind a file that names it
 
 
 def main() -> None:
@@ -107,13 +110,13 @@ def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
 
 
 def _path(words: Sequence[str]) -> Path:
-    usage = "<resolved.yaml of a run> [package.module:NAME to import ...]"
+    usage = "<resolved.yaml of a run> [package.module:NAME to import, or host.env.CXX to set ...]"
     usage = f"usage: {typed_as('graphmoe.worker')} {usage}"
     if wants_help(words):
         print(usage)
         sys.exit(0)
     answer_version(words)
-    if not words or words[0].startswith("-") or not all(map(OWN_CODE.fullmatch, words[1:])):
+    if not words or words[0].startswith("-") or not all(map(_TRUSTED.fullmatch, words[1:])):
         raise ConfigError(f"expected one path, not {' '.join(words) or 'nothing'}; {usage}")
     return Path(words[0]).absolute()
 

@@ -62,6 +62,60 @@ def test_code_that_a_file_names_is_imported_only_where_its_reader_names_it(key, 
         load_config(path, named=("strange_code:it",))
 
 
+PROGRAMS = {
+    "host.env": {"CXX": "./evil.sh", "NCCL_DEBUG": "***"},
+    "compile.cache_dir": "/theirs",
+    "compile.cache_shared": True,
+    "data.cache_dir": "/theirs",
+    "log.mlflow": True,
+}
+
+
+def test_a_file_chooses_programs_and_trackers_only_where_its_reader_names_the_key(tmp_path, caplog):
+    plain, own = to_plain(config()), {}
+    for key, value in PROGRAMS.items():
+        section, name = key.split(".")
+        own[key], plain[section][name] = plain[section][name], value
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(plain))
+
+    def found(*named):
+        read = to_plain(load_config(path, named=named))
+        return {key: read[key.split(".")[0]][key.split(".")[1]] for key in PROGRAMS}
+
+    keys = ["host.env.CXX", *(key for key in PROGRAMS if key != "host.env")]
+    assert found() == own and f"path: {' '.join(keys)}" in caplog.text
+    assert found(*keys) == PROGRAMS | {"host.env": {"CXX": "***"}}  # written masked
+    assert found("log.mlflow") == own | {"log.mlflow": True}
+
+
+def test_code_that_a_yaml_file_names_is_imported_only_where_the_command_line_names_it(own, tmp_path):
+    own("strange_code", "raise AssertionError\n")
+    for folder, text in (
+        ("model", "defaults: [tiny, _self_]\nlayer: strange_code:it\n"),
+        ("host", "# @package _global_\npasses: {extra: ['strange_code:it']}\n"),
+    ):
+        (tmp_path / "conf" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / folder / "theirs.yaml").write_text(text)
+        said = {
+            "model": "type model.layer=strange_code:it too",
+            "host": "type passes.extra=[strange_code:it] too",
+        }
+        words = ("--config-dir", "conf", f"{folder}=theirs")
+        refused = command(tmp_path, *words)
+        assert refused.wait() == 2 and said[folder] in refused.err.read_text(), refused.err.read_text()
+        assert "AssertionError" not in refused.err.read_text()
+        named = command(tmp_path, *words, said[folder].split()[1])
+        assert named.wait() != 0 and "AssertionError" in named.err.read_text()
+
+
+def test_a_folder_of_weights_configures_nothing_but_its_model(tmp_path):
+    (tmp_path / "lite").mkdir()
+    (tmp_path / "lite" / "weights.json").write_text("{}")
+    refused = command(tmp_path, "--config-dir", "lite", "model=lite")
+    assert refused.wait() == 2 and "use model=lite" in refused.err.read_text()
+
+
 def test_a_schedule_that_a_recorded_run_names_is_not_imported(own, tmp_path, capsys):
     own("strange_code", "raise AssertionError\n")
     costs = Costs((1,) * 2, (1,) * 2, (1,) * 2)

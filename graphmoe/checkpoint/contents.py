@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.flat_shards import Box, FlatShard
 from graphmoe.checkpoint.folders import CheckpointError
-from graphmoe.checkpoint.metadata_file import read_metadata
+from graphmoe.checkpoint.metadata_file import read_metadata, read_plain
 from graphmoe.runtime.host.files import FileSum
 from graphmoe.runtime.ranks import Ranks
 
@@ -254,7 +254,7 @@ class FillPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read a plain value without running pickled code; DCP's own method runs it."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = read_plain(value.read())
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         box = self._boxes.get(index)

@@ -1,4 +1,4 @@
-"""Safe reader of a checkpoint's ``.metadata``, a pickle of torch.distributed.checkpoint (DCP).
+"""Safe readers of a checkpoint's pickles: plain values, and ``.metadata`` of torch's DCP.
 
 The unpickler accepts only class names that our checkpoints have; they become records without methods.
 The records are validated and converted to DCP's classes field by field.
@@ -7,7 +7,8 @@ The records are validated and converted to DCP's classes field by field.
 import io
 import math
 import pickle
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,11 @@ _RECORDS = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
+}
+# bytes, in the pickles of protocol 2 that torch.save writes
+_BYTES: dict[tuple[str, str], Any] = {
+    ("_codecs", "encode"): lambda text, encoding: text.encode({"latin1": "latin1"}[encoding]),
+    ("__builtin__", "bytes"): lambda: b"",
 }
 _DTYPES = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
 _VALUES: dict[tuple[str, str], Any] = {
@@ -91,7 +97,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        found = _Unpickler(io.BytesIO(read_bytes(path))).load()
+        found = _Unpickler(io.BytesIO(read_bytes(path)), _RECORDS).load()
         saved = _metadata(msgspec.convert(found, _Metadata, from_attributes=True))
     except FileError as error:
         raise CheckpointError(str(error)) from error
@@ -112,19 +118,74 @@ class _Record:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that accepts only known (module, name) pairs and never looks up attributes."""
+_InPython: Any = pickle._Unpickler
 
-    def __init__(self, file: io.BytesIO) -> None:
+
+class _Unpickler(_InPython):
+    """Unpickler that accepts only known (module, name) pairs and never looks up attributes.
+
+    It is the one in Python, to check keys before they are hashed: hashing a tuple of pairs of pairs takes
+    exponential time. Sets hash their items, and no checkpoint has one.
+    """
+
+    dispatch = {
+        code: load
+        for code, load in _InPython.dispatch.items()
+        if bytes([code]) not in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
+    }
+
+    def __init__(self, file: io.BytesIO, known: Collection[tuple[str, str]] = ()) -> None:
         super().__init__(file)
         # new classes for each read, since a pickle may set class attributes
-        self._records = {known: type(known[1], (_Record,), {"type": known[1]}) for known in _RECORDS}
+        self._records = {each: type(each[1], (_Record,), {"type": each[1]}) for each in known}
+        self._values = _VALUES if known else _BYTES
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._records.get((module, name)) or _VALUES.get((module, name))
+        found = self._records.get((module, name)) or self._values.get((module, name))
         if found is None:
             raise pickle.UnpicklingError(f"the pickle names {module}.{name}, which no checkpoint contains")
         return found
+
+    def load_dict(self) -> None:
+        _require_plain_keys(self.stack[::2])
+        super().load_dict()
+
+    def load_setitem(self) -> None:
+        _require_plain_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _require_plain_keys(self.stack[::2])
+        super().load_setitems()
+
+    dispatch |= {
+        pickle.DICT[0]: load_dict,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
+
+
+def _require_plain_keys(keys: Sequence[Any]) -> None:
+    for key in keys:
+        if not isinstance(key, str | int | _Record):
+            raise pickle.UnpicklingError(f"a key is a {type(key).__name__}, which no checkpoint contains")
+
+
+def read_plain(content: bytes) -> Any:
+    """Return the plain value that ``torch.save`` wrote. *Raises* any Exception for other content."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        if archive.getinfo(name).file_size > len(content):
+            raise pickle.UnpicklingError("the file is compressed, which no checkpoint is")
+        found = _Unpickler(io.BytesIO(archive.read(name))).load()
+    left, items = max(len(content), 2**20), [found]
+    while items and (left := left - 1):  # pairs of pairs of one memoised value are exponentially many
+        item = items.pop()
+        if isinstance(item, dict | list | tuple):
+            items += [*item, *item.values()] if isinstance(item, dict) else item
+    if items:
+        raise pickle.UnpicklingError("the value is larger than its file")
+    return found
 
 
 def _metadata(read: _Metadata) -> Metadata:

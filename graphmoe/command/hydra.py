@@ -5,10 +5,12 @@ Nothing here imports torch before the configuration is composed: a misspelt key 
 
 import argparse
 import functools
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,16 @@ from graphmoe.command.sweep.process import SweepError
 from graphmoe.command.words import OTHER_SOURCES, help_text, own_folders, run_words
 from graphmoe.config.arguments import answer_version, emit, print_error, wants_help
 from graphmoe.config.choices import CODE_FOLDERS
-from graphmoe.config.masking import note_interpolations
+from graphmoe.config.masking import MASK, hidden, note_interpolations
 from graphmoe.config.progress import starting
-from graphmoe.config.ranges import own_code
-from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig, compiled_folder
+from graphmoe.config.ranges import OWN_CODE, own_code
+from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig, cache_root, compiled_folder
 from graphmoe.config.untrusted import load_yaml
 from graphmoe.run.files import hydra_value
 from graphmoe.runtime.cache.folders import check_trusted
 from graphmoe.runtime.host.signals import Interrupted
+
+log = logging.getLogger(__name__)
 
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
@@ -87,11 +91,16 @@ def hydra_app(
         folders = [os.path.abspath(source.path) for source in sources if source.schema == "file"]
         os.environ[CODE_FOLDERS] = os.pathsep.join(folders)
         job.restore_run_folder()
+        named = re.findall(OWN_CODE, " ".join(sys.argv[1:]))
+
+        def composed_run() -> RunConfig:
+            return to_config(cfg, prepare, complete, prog, named)
+
         try:
             if makes_folder and job.in_sweep():
-                return job.run_job(lambda: task(to_config(cfg, prepare, complete, prog)), known)
+                return job.run_job(lambda: task(composed_run()), known)
             job.check_single(cfg.sweep.resume)
-            return task(to_config(cfg, prepare, complete, prog))
+            return task(composed_run())
         except known as error:
             errors.append(error)  # Hydra would print a second line about the job
             return None
@@ -123,6 +132,10 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
 def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
     """Return Hydra's command line; a folder in model= or checkpoint.init_from becomes a model option."""
     words = [_SLASHES.sub("", word) if word.startswith("model=") else word for word in run_words(argv)]
+    for folder in filter(_has_weights, own_folders(words)):
+        raise ConfigError(
+            f"--config-dir {folder} has weights, so its YAML may be a stranger's; use model={folder}"
+        )
     given = {override.key_or_group: override for override in parsed(words)[0]}
     key, chosen, start = "model", given.get("model"), given.get(START)
     is_free = "experiment" not in given and not {*OTHER_SOURCES} & {*words}  # which may choose a model
@@ -143,6 +156,13 @@ def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
                 starting(prog)
             _store_model(key, name.rstrip("/"), code, is_resumed=is_resumed, is_random=is_random)
     return words
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(
+        file.suffix == ".safetensors" or file.name in ("weights.json", "config.json")
+        for file in (folder.iterdir() if folder.is_dir() else ())
+    )
 
 
 def _names(chosen: Override) -> list[str]:
@@ -180,14 +200,14 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
     try:
         run()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        errors.append(ConfigError(explain(error, sys.argv[1:])))
+        errors.append(ConfigError(_explained(error)))
     except KeyboardInterrupt as error:  # outside the steps, which take it themselves, or to end a sweep
         return error.status if isinstance(error, Interrupted) else 130
     except SweepError as error:
         errors.append(ConfigError(str(error)))
     except Exception as error:
         if not composed:  # a value that Hydra does not foresee
-            errors.append(ConfigError(explain(error, sys.argv[1:])))
+            errors.append(ConfigError(_explained(error)))
             return 0
         if not job.has_unfinished_jobs():
             raise
@@ -195,15 +215,39 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
     return 0
 
 
+def _explained(error: Exception) -> str:
+    return hidden(explain(error, sys.argv[1:]), sys.argv[1:])
+
+
+@contextmanager
+def _hiding() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(hidden(str(error), sys.argv[1:])) from error
+
+
+@_hiding()
 def to_config(
-    cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None, prog: str = ""
+    cfg: DictConfig,
+    prepare: Prepare | None = None,
+    complete: Complete | None = None,
+    prog: str = "",
+    named: Collection[str] | None = None,
 ) -> RunConfig:
+    """Return the composed configuration, typed, checked and resolved. *Raises* ConfigError.
+
+    ``named``: code outside the package that may be imported, as package.module:NAME; None allows all.
+    """
     try:
         note_interpolations(cfg)
         # A second, strict merge: it refuses keys that +key=value slipped past the schema.
         config = _typed(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
+    if strange := _strange_code(config, named):
+        words = " ".join(f"{key}={f'[{name}]' if key == 'passes.extra' else name}" for key, name in strange)
+        raise ConfigError(f"a YAML file names code outside the package; if you trust it, type {words} too")
     _refuse_two_lengths(config, sys.argv[1:])
     given = {word.lstrip("+").partition("=")[0] for word in sys.argv[1:]}
     return _resolved(config if complete is None else complete(config), prepare, prog, given)
@@ -216,10 +260,12 @@ def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
             raise ConfigError(f"{steps} and train.{key}={value} both set the run's length; leave one out")
 
 
+@_hiding()
 def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str] | None = ()) -> RunConfig:
     """Return the configuration in a ``resolved.yaml``, typed, checked and resolved. *Raises* ConfigError.
 
-    ``named``: code outside the package that the file may import, as package.module:NAME; None allows all.
+    ``named``: code outside the package that the file may import, as package.module:NAME, and keys that
+    choose programs, folders of code or trackers, which else have their defaults; None allows all.
     """
     try:
         plain = load_yaml(path.read_text(encoding="utf-8"))
@@ -241,14 +287,46 @@ def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str]
         in_file = HydraException(f"In '{path.with_suffix('')}':")  # as Hydra names the file of an error
         in_file.__cause__ = error
         raise ConfigError(explain(in_file, [])) from error
-    strange = [] if named is None else [(key, name) for key, name in own_code(config) if name not in named]
-    if strange:
+    if strange := _strange_code(config, named):
         shown = ", ".join(f"{key}={name}" for key, name in strange)
         raise ConfigError(
             f"{path} names code outside the package: {shown}; if you trust it, add after the file's path: "
             f"{' '.join(name for _, name in strange)}"
         )
+    if named is not None:
+        _forget_programs(config, named, path)
     return _resolved(config, prepare)
+
+
+def _strange_code(config: RunConfig, named: Collection[str] | None) -> list[tuple[str, str]]:
+    return [] if named is None else [pair for pair in own_code(config) if pair[1] not in named]
+
+
+def _forget_programs(config: RunConfig, named: Collection[str], path: Path) -> None:
+    """Set keys that choose programs, folders of code or trackers to their defaults, but for ``named``."""
+    env, forgotten = config.host.env, list[str]()
+    for name in [name for name, value in env.items() if value == MASK or f"host.env.{name}" not in named]:
+        forgotten += [f"host.env.{name}"] * (env.pop(name) != MASK)
+    defaults: dict[str, Any] = {
+        "compile.cache_dir": str(compiled_folder()),
+        "compile.cache_shared": False,
+        "data.cache_dir": str(cache_root()),
+        "log.wandb": False,
+        "log.mlflow": False,
+    }
+    for key in [key for key in defaults if key not in named]:
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) not in (None, defaults[key]):
+            setattr(getattr(config, section), name, defaults[key])
+            forgotten.append(key)
+    if forgotten:
+        keys = " ".join(forgotten)
+        log.warning(
+            "%s sets keys that only its reader sets, as the file may be a stranger's; if you trust it, add "
+            "after its path: %s",
+            path,
+            keys,
+        )
 
 
 def _typed(plain: Any) -> RunConfig:

@@ -18,19 +18,25 @@ _OTHER_CALL = re.compile(r"\$\{(?!oc\.)[^${}]*:[^${}]*\}")
 _ROUNDS = 2_000
 _GIVEN = r"([+~]*host(?:\.env[^=]*|(?==\s*\{.*env)))="  # an override of host.env in any form
 
+_LEAF = re.compile(r"[^\s\[\]{},:'\"=]++(?!\s*:)")  # texts in an override, but names of a dictionary
+
 _written: dict[str, tuple[Any, Any]] = {}
+_read: set[str] = set()  # values of ${oc.env:NAME}
 
 
 def note_interpolations(cfg: DictConfig) -> None:
     """Record values from ${oc.env:...} and their source for `to_plain`. *Raises* OmegaConfBaseException."""
     _written.clear()
+    _read.clear()
     if "oc.env" not in str(OmegaConf.to_container(cfg)):
         return
     used: list[str] = []
 
     def read(key: str, *default: str | None) -> str | None:
         used.append(key)
-        return oc.env(key, *default)
+        value = oc.env(key, *default)
+        _read.add(str(value))
+        return value
 
     OmegaConf.register_new_resolver("oc.env", read, replace=True)
     try:
@@ -87,6 +93,16 @@ def masked_overrides(words: Sequence[str]) -> list[str]:
         if re.fullmatch(r"--host\.env[^=]*", word):  # the value is the next word
             masked[place + 1] = MASK
     return masked
+
+
+def hidden(message: str, words: Sequence[str] = ()) -> str:
+    """Mask in an error message what was read from the environment, and host.env of the command line."""
+    given = [found for word in words if (found := re.match(rf"(?:--)?{_GIVEN}(.*)", word, re.DOTALL))]
+    secrets = _read | {leaf for found in given if "host.env" in message for leaf in _LEAF.findall(found[2])}
+    for secret in sorted(secrets - {""}, key=len, reverse=True):
+        edge = r"\b" if len(secret) < 4 else ""  # a short one is part of other words too
+        message = re.sub(rf"{edge}{re.escape(secret)}{edge}", MASK, message)
+    return message
 
 
 def masked_line(text: str) -> str:

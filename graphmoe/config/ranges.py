@@ -130,6 +130,10 @@ def type_rules(field: SchemaField) -> Iterator[str]:
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
         wanted = {int: "whole numbers", str: "texts", float: "numbers"}[field.hint.__args__[0]]
         yield f"{key}={values} must be a list of {wanted}"
+    for name in (
+        [name for name, value in values.items() if type(value) is not str] if isinstance(values, dict) else ()
+    ):
+        yield f"{key}.{name} must be a text, without brackets"
     for mark in field.marks:
         names = mark.names if isinstance(mark, OneOf) else ()
         if names and field.value not in names and not OWN_CODE.fullmatch(field.value):

@@ -194,6 +194,8 @@ class TrainConfig:
     """Steps between validations; 0: only after the first step and at the end."""
     val_batches: CountOrZero = 20
     """Micro-batches per validation; 0: no validation."""
+    max_hours: Annotated[float, POSITIVE] | None = None
+    """Hours since the command after which the run saves and stops, to be continued, > 0; null: none."""
     max_nonfinite: Count = 5
     """Consecutive skipped non-finite steps that end the run, > 0."""
     log_interval: Count = 10

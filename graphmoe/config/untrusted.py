@@ -5,11 +5,13 @@ ignored.
 """
 
 import json
+import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 import yaml
@@ -34,6 +36,13 @@ def open_at_once(path: str, flags: int) -> int:
 
 def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """Read a regular file; rejects FIFOs and devices without waiting. *Raises* FileError."""
+    with open_regular(path, largest_bytes) as file:
+        return file.read()
+
+
+@contextmanager
+def open_regular(path: Path, largest_bytes: float = math.inf) -> Iterator[IO[bytes]]:
+    """Open a regular file; rejects FIFOs and devices without waiting. *Raises* FileError."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             found = os.fstat(file.fileno())
@@ -41,18 +50,12 @@ def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
                 raise FileError(f"{path} is not a regular file; give a file")
             if found.st_size > largest_bytes:
                 raise FileError(f"{path} has {found.st_size:,} bytes; at most {largest_bytes:,} are read")
-            return file.read()
+            yield file
     except (OSError, ValueError) as error:
         if isinstance(error, FileError):
             raise
         why = error.strerror if isinstance(error, OSError) else error
         raise FileError(f"{path} cannot be read ({why})") from error
-
-
-def require_regular(path: Path) -> None:
-    """Raise FileError unless the path is a regular file; reading a FIFO would block."""
-    if not path.is_file():
-        raise FileError(f"{path} is not a readable regular file; give a file")
 
 
 def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
@@ -107,16 +110,25 @@ def _typed(text: str, load: Callable[[str], Any], name: str, kind: type[T], sour
     return typed(found, kind, source)
 
 
+def decoded(content: bytes, kind: Any, source: str) -> Any:
+    """Parse JSON into ``kind`` without plain values between; ``source`` names it. *Raises* FileError."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "" if isinstance(error, msgspec.ValidationError) else "not JSON: "
+        raise FileError(f"{source}: {what}{worded(str(error))}") from error
+
+
 def typed(found: Any, kind: type[T], source: str) -> T:
     """Convert plain values to ``kind``; ``source`` names them in errors. *Raises* FileError."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise FileError(f"{source}: {_worded(str(error))}") from error
+        raise FileError(f"{source}: {worded(str(error))}") from error
 
 
-def _worded(message: str) -> str:
-    """Convert 'Expected `str`, got `int` - at `$.a.b`' to 'a.b: expected str, found int'."""
+def worded(message: str) -> str:
+    """Convert msgspec's 'Expected `str`, got `int` - at `$.a.b`' to 'a.b: expected str, found int'."""
     what, _, place = message.partition(" - at `")
     place = place.rstrip("`").removeprefix("$").removeprefix(".")
     what = what.replace("`", "").replace(", got ", ", found ")

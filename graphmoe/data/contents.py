@@ -134,6 +134,7 @@ def contents_of(files: Sequence[TokenFile]) -> str:
             assert file.sums is not None
             digest.update(file.sums[file.path.name].encode())
             continue
+        file.require_whole()
         raw = file.tokens_T.view(np.uint8)
         blocks = max(1, MAX_BLOCKS // len(files))
         if len(raw) <= blocks * BLOCK_BYTES:

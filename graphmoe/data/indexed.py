@@ -5,6 +5,7 @@ uint64 number of sequences, uint64 length of the document list, int32 length and
 sequence, and the int64 document list: the first sequence of each document, then the number of sequences.
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -36,11 +37,21 @@ class TokenFile:
     sums: Mapping[str, str] | None = None  # expected sha256 of both files by name, if known
     entry: Path | None = None  # cache entry, if any
     compared: bool = True  # False until the files are checked against ``sums``
+    inode: int = 0  # of the mapped ``path``
 
     def document_at(self, token: int) -> int:
         """Return the index of the document with this token."""
         ends_N = self.start_N + self.length_N
         return int(np.searchsorted(ends_N, token, side="right"))
+
+    def require_whole(self) -> None:
+        """Raise DataError if the mapped file became shorter: reading its lost pages would end the process."""
+        with contextlib.suppress(FileNotFoundError):  # a removed file keeps its pages
+            found, wanted = os.stat(self.path), self.tokens_T.nbytes
+            if found.st_ino == self.inode and found.st_size < wanted:
+                raise DataError(
+                    f"{self.path} was truncated during a run: it has {found.st_size} bytes, and had {wanted}"
+                )
 
 
 def read_token_file(
@@ -56,7 +67,7 @@ def read_token_file(
         tokens_T, start_N, length_N = _open_pair(bin_path, idx_path)
     except OSError as error:
         raise DataError(f"{error.filename or bin_path} cannot be read ({error.strerror})") from error
-    return TokenFile(bin_path, tokens_T, start_N, length_N, sums, entry)
+    return TokenFile(bin_path, tokens_T, start_N, length_N, sums, entry, inode=os.stat(bin_path).st_ino)
 
 
 def write_index(path: Path, dtype: npt.DTypeLike, length_N: npt.ArrayLike) -> None:

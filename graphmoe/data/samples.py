@@ -64,7 +64,9 @@ class Documents:
         """Return up to ``count`` tokens of a document, from token ``first``."""
         start = int(self.start_N[number])
         stop = min(start + first + count, start + int(self.length_N[number]))
-        return self.files[int(self.file_N[number])].tokens_T[start + first : stop]
+        file = self.files[int(self.file_N[number])]
+        file.require_whole()
+        return file.tokens_T[start + first : stop]
 
     def place(self, number: int, token: int) -> str:
         """Return error text: file, document, position (from 0) of token ``token`` of document ``number``."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.collectives import all_gather_into
@@ -103,10 +104,18 @@ class StepOptimizer(ABC):
         """Return a moment, or the master weights ("main"), by parameter name."""
 
     def restored(self, state: Mapping[str, Any]) -> None:
-        """Update derived state after a load that filled ``state_dict`` and ``model_state`` in place."""
+        """Update derived state after a load that filled ``state_dict`` and ``model_state`` in place.
+
+        *Raises* CheckpointError for fp8 scales of another form.
+        """
         self.longest_skip.zero_()  # a run stopped by skips may resume with other settings
         if self.scales:
-            self.scales.load(state.get("scales", {}))
+            try:
+                self.scales.load(state.get("scales", {}))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the checkpoint's optimizer.scales are not those of fp8: {error}"
+                ) from error
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
         """Return all tensors that a captured step reads or writes, except its arguments."""

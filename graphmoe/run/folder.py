@@ -46,7 +46,7 @@ _FREE_KEYS = (
     *("host.env", "host.gc_interval", "host.kernarg_pool_mb", "host.manual_gc", "host.max_hw_queues"),
     *("host.numa", "host.nvlink_multicast"),
     *("launch.endpoint", "launch.gpus_per_job", "launch.hang_timeout_s", "launch.max_restarts"),
-    *("launch.write_only", "run.auto"),
+    *("launch.write_only", "run.auto", "train.max_hours"),
 )
 
 
@@ -210,6 +210,7 @@ def _enter(
     if _state(path, ours) not in usable:
         return None
     is_new = not path.exists()
+    _refuse_links(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock.acquire(path / _LOCK_FILE)
@@ -234,6 +235,19 @@ def _enter(
         lock.release()
         raise ConfigError(f"{path / CONFIG_FILE} cannot be written ({error.strerror or error})") from error
     return RunFolder(path, base, state is _State.unfinished, lock, written)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise ConfigError for a link in a run's folder, through which a run would write elsewhere."""
+    for place, folders, names in os.walk(folder):
+        for link in (Path(place, name) for name in (*folders, *names)):
+            if link.is_symlink():
+                raise ConfigError(
+                    f"{link} is a link, and a run writes through none, as its folder may be a stranger's; "
+                    f"{folder} itself may be one"
+                )
+        # old checkpoints may be links, which are removed as links; W&B's own code writes the other folder
+        folders[:] = [name for name in folders if name not in (CHECKPOINTS, "wandb")]
 
 
 class _State(enum.Enum):

@@ -2,18 +2,24 @@
 
 import json
 import logging
+import math
 import statistics
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from graphmoe.config.ranges import number_of
-from graphmoe.config.untrusted import FileError, from_json, read_bytes
+from graphmoe.config.untrusted import LARGEST_BYTES, open_regular, worded
 from graphmoe.run.files import REPORT_FILE, MetricsRow, display_path
 from graphmoe.runtime.host.files import replace_text
 
 Row = dict[str, Any]
 
+
+MEDIANS = ("step_s", "tokens_per_s", "tflops", "mfu")
 # host seconds of rank 0 waiting for data, or outside of steps
 BESIDE_STEPS = ("data_s", "validation_s", "checkpoint_s")
 
@@ -21,26 +27,29 @@ log = logging.getLogger(__name__)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl; none if it does not exist. *Raises* FileError."""
-    return read_lines(path, MetricsRow)
+    """Return the rows of this user's metrics.jsonl; none if it does not exist. *Raises* FileError."""
+    return [*lines_of(path, MetricsRow)]
 
 
 def read_lines(path: Path, kind: type[Any]) -> list[Row]:
-    """Return the valid JSON lines of a file; none if it does not exist. *Raises* FileError."""
+    """Return the valid JSON lines of a file of at most 1 GiB, none if there is none. *Raises* FileError."""
+    return [*lines_of(path, kind, LARGEST_BYTES)]
+
+
+def lines_of(path: Path, kind: type[Any], largest_bytes: float = math.inf) -> Iterator[Row]:
+    """Yield the valid JSON lines of a file; none if it does not exist. *Raises* FileError."""
     if not path.exists():
-        return []
-    rows: list[Row] = []
-    wrong: list[FileError] = []
-    lines = read_bytes(path).decode("utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(from_json(line, kind, f"{path} line {number}"))
-        except FileError as error:
-            if number < len(lines) or line.endswith("}"):
-                wrong.append(error)
+        return
+    decoder, wrong, first, number = msgspec.json.Decoder(kind), 0, "", 0
+    with open_regular(path, largest_bytes) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                if line.endswith((b"\n", b"}")):  # else the last one, still being written
+                    wrong, first = wrong + 1, first or f"line {number}: {worded(str(error))}"
     if wrong:
-        log.warning("%d of %d lines are invalid and ignored; the first: %s", len(wrong), len(lines), wrong[0])
-    return rows
+        log.warning("%d of %d lines of %s are invalid and ignored; the first: %s", wrong, number, path, first)
 
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:
@@ -85,25 +94,34 @@ def json_object(text: str) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+def summarise(rows: Iterable[Row]) -> dict[str, Any]:
     """Return final losses, medians and sums; medians leave out the first step of each start."""
-    steps, validations = steps_of(rows), validations_of(rows)
-    last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
+    step, validations, starts = dict[str, Any](), list[Row](), list[Row]()
+    values = {name: array("d") for name in (*MEDIANS, *BESIDE_STEPS)}  # 8 bytes, as a run may have many steps
+    for row in rows:
+        if "val_loss" in row:
+            validations.append(row)
+        if "loss" not in row:
+            continue
+        is_start = not step or row.get("start_s") is not None
+        starts += [row] * is_start
+        for name in (*(() if is_start else MEDIANS), *BESIDE_STEPS):
+            if row.get(name) is not None:
+                values[name].append(row[name])
+        step = row
+    last = validations[-1] if validations and step and validations[-1]["step"] >= step["step"] else None
     summary: dict[str, Any] = {
-        "final_loss": steps[-1]["loss"] if steps else None,
+        "final_loss": step.get("loss"),
         "first_val_loss": validations[0]["val_loss"] if validations else None,
         "first_val_step": validations[0]["step"] if validations else None,
         "final_val_loss": last["val_loss"] if last else None,
         "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
-        "skipped_steps": steps[-1].get("skipped_total", 0) if steps else 0,
+        "skipped_steps": step.get("skipped_total", 0),
     }
-    for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
-        values = [row[name] for row in timed(steps) if row.get(name) is not None]
-        summary[f"median_{name}"] = statistics.median(values) if values else None
-    for name in BESIDE_STEPS:
-        values = [row[name] for row in steps if row.get(name) is not None]
-        summary[name] = sum(values) if values else None
-    return summary
+    for name in MEDIANS:
+        found = values[name] or [row[name] for row in starts if row.get(name) is not None]
+        summary[f"median_{name}"] = statistics.median(found) if found else None
+    return summary | {name: sum(values[name]) if values[name] else None for name in BESIDE_STEPS}
 
 
 def value_of(summary: dict[str, Any]) -> float | None:

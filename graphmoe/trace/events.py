@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
+import psutil
 
 from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import ConfigError
-from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
+from graphmoe.config.untrusted import FileError, decoded, read_bytes
 from graphmoe.run.files import PROFILE_FOLDER, STEP, trace_file
 
 LARGEST_TRACE = 4 << 30
+MEMORY_PER_BYTE = 10  # bytes of memory for a byte of a trace
+BYTES_PER_EVENT = 20  # the profiler writes at least 60 for an event with its args, which are two objects
 Thread = tuple[Any, Any]
 HOST, RUNTIME = ("cpu_op", "user_annotation"), ("_runtime", "_driver")
 Kind = Literal["kernel", "memcpy", "memset"]
@@ -47,6 +50,24 @@ LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Za-z]*Launch")
 _RANGE = re.compile(r"(?!(?:gloo|nccl|ucc|mpi):)([a-z_]+(?:\.\.[a-z_]+)?):([A-Za-z]+)")
 
 
+_Args = TypedDict(
+    "_Args",
+    {
+        "correlation": int | None,
+        "bytes": int | None,
+        "Collective name": str,
+        "In msg nelems": int,
+        "Out msg nelems": int,
+        "dtype": str,
+        "Process Group Ranks": Any,
+        "device": int | str,
+        "stream": int | str,
+        "Sequence number": int,
+    },
+    total=False,
+)
+
+
 class HostEvent(NamedTuple):
     """An operation, a named range, or a device runtime call; times in microseconds."""
 
@@ -54,7 +75,7 @@ class HostEvent(NamedTuple):
     thread: Thread
     start: float
     end: float
-    args: dict[str, Any]
+    args: _Args
     is_range: bool = False
     is_call: bool = False
 
@@ -144,24 +165,6 @@ class Facts(TypedDict, total=False):
     floors: list[dict[str, tuple[float, float, float]]]
 
 
-_Args = TypedDict(
-    "_Args",
-    {
-        "correlation": int | None,
-        "bytes": int | None,
-        "Collective name": str,
-        "In msg nelems": int,
-        "Out msg nelems": int,
-        "dtype": str,
-        "Process Group Ranks": Any,
-        "device": int | str,
-        "stream": int | str,
-        "Sequence number": int,
-    },
-    total=False,
-)
-
-
 class _Event(msgspec.Struct):
     ph: str = ""
     ts: float | None = None
@@ -170,7 +173,7 @@ class _Event(msgspec.Struct):
     name: str | int | float | None = None
     pid: int | str | None = None
     tid: int | str | None = None
-    args: dict[str, Any] | None = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")  # decoded for known categories only
 
 
 class _Document(msgspec.Struct):
@@ -182,7 +185,7 @@ class _Document(msgspec.Struct):
 
 def read_trace(path: Path) -> Trace:
     """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for an invalid trace."""
-    document = from_json(_text(path), _Document, str(path))
+    document = decoded(_content(path), _Document, str(path))
     trace = Trace(path, facts={**(document.graphmoe or {})}, base_us=document.baseTimeNanoseconds / 1e3)
     trace.graph, trace.floors = (trace.facts.pop(name, []) for name in ("graph", "floors"))
     names = (device.name for device in document.deviceProperties or [] if device.name)
@@ -195,25 +198,29 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-def _text(path: Path) -> str:
-    content = read_bytes(path, LARGEST_TRACE)
+def _content(path: Path) -> bytes:
+    largest = min(LARGEST_TRACE, psutil.virtual_memory().available // MEMORY_PER_BYTE)
+    content = read_bytes(path, largest)
     try:
         if path.suffix == ".gz":
-            with gzip.open(io.BytesIO(content)) as file:
-                content = file.read(LARGEST_TRACE + 1)
-        text = content.decode("utf-8") if len(content) <= LARGEST_TRACE else None
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+            packed, content = content, b""
+            with gzip.open(io.BytesIO(packed)) as file:
+                while len(content) <= largest and (block := file.read(2**26)):
+                    content += block
+    except (OSError, EOFError, zlib.error) as error:
         raise FileError(f"{path} is not a complete trace: {error}") from error
-    if text is None:
-        raise FileError(f"{path} has more than {LARGEST_TRACE:,} bytes; record fewer steps")
-    return text
+    if len(content) > largest:
+        raise FileError(f"{path} has more than {largest:,} bytes; record fewer steps")
+    if content.count(b"{") * BYTES_PER_EVENT > max(len(content), 2**20):
+        raise FileError(f"{path} has more events than a profiler writes in {len(content):,} bytes")
+    return content
 
 
 def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
-    category, args = event.cat or "", event.args or {}
+    category = event.cat or ""
     if category not in HOST and category not in DEVICE and not category.endswith(RUNTIME):
         return
-    known = typed(args, _Args, f"{where}.args")
+    args = decoded(bytes(event.args), _Args | None, f"{where}.args") or _Args()
     end = start + (event.dur or 0.0)
     if not math.isfinite(start + end):
         raise FileError(f"{where}: ts={event.ts} and dur={event.dur} are not valid times")
@@ -224,8 +231,8 @@ def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
         if host.is_range and name.startswith(STEP):
             trace.steps.append(host)
     elif category in DEVICE:
-        stream = f"{known.get('device', event.pid)}.{known.get('stream', event.tid)}"
-        trace.activities.append(_activity(known, name, DEVICE[category], start, end, stream))
+        stream = f"{args.get('device', event.pid)}.{args.get('stream', event.tid)}"
+        trace.activities.append(_activity(args, name, DEVICE[category], start, end, stream))
     else:
         trace.calls.append(HostEvent(name, thread, start, end, args, is_call=True))
 

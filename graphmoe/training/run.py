@@ -33,10 +33,11 @@ from graphmoe.run.files import (
     SUMMARY_FILE,
     TOKENIZER_FILE,
     ExpertLoad,
+    MetricsRow,
     to_json,
 )
 from graphmoe.run.machine import check_processes, describe, open_device
-from graphmoe.run.metrics_file import read_lines, read_rows, summarise
+from graphmoe.run.metrics_file import lines_of, read_lines, summarise
 from graphmoe.runtime.dispatch import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
 from graphmoe.runtime.host.files import replace_text
@@ -147,7 +148,7 @@ def _summarise(
     trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]], stop: StopSignal
 ) -> dict[str, Any]:
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
-    sums, model = summarise(read_rows(folder / METRICS_FILE)), trainer.plan.model
+    sums, model = summarise(lines_of(folder / METRICS_FILE, MetricsRow)), trainer.plan.model
     loads = read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad)
     rest = trainer.host_times.take().items()  # such as the last checkpoint's
     summary = {

@@ -125,15 +125,21 @@ class Saves:
 
 
 def not_finite(state: Mapping[str, Any], ranks: Ranks) -> str | None:
-    """Return a tensor of model or optimizer that is not finite on any rank. One device sync. Collective."""
+    """Return an entry of model or optimizer that is not finite on any rank. One device sync. Collective."""
     found = ranks.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
     return next((name for name in found if name is not None), None)
 
 
 @torch.no_grad()
 def first_not_finite(state: dict[str, Any]) -> str | None:
-    """Return this rank's first tensor with a non-finite value. One device sync."""
-    parts = {name: local_part(each) for name, each in flatten(state).tensors.items()}
+    """Return this rank's first entry with a non-finite value. One device sync."""
+    entries = flatten(state)
+    for name, (_, value) in entries.values.items():
+        if any(
+            isinstance(v, float) and not math.isfinite(v) for v in (value if type(value) is list else [value])
+        ):
+            return name
+    parts = {name: local_part(each) for name, each in entries.tensors.items()}
     floats = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
     if not floats:
         return None

@@ -41,6 +41,8 @@ from graphmoe.training.step_rows import StepRow
 
 log = logging.getLogger(__name__)
 
+OUT_OF_TIME = signal.SIGALRM.name  # what ranks tell each other after train.max_hours
+
 
 @dataclass(eq=False)
 class Trainer:
@@ -120,11 +122,16 @@ class Trainer:
             )
         return finished
 
+    def _time_is_over(self) -> str | None:
+        hours = self.plan.train.max_hours
+        return OUT_OF_TIME if hours is not None and seconds_since_command() > hours * 3600 else None
+
     def _loop(self, stop: StopSignal, garbage: GarbageCollection) -> str | None:
         self.rows.clock.restart()
         while self.step < self.plan.train.steps:
-            if stopped_by := self.stop_flag.signal(stop.received):
-                return stopped_by
+            if stopped_by := self.stop_flag.signal(stop.received or self._time_is_over()):
+                of_time = stopped_by == OUT_OF_TIME
+                return f"train.max_hours={self.plan.train.max_hours:g}" if of_time else stopped_by
             self.corpus.check.raise_damage()
             self._train_step()
             garbage.after_step(self.step)

@@ -8,6 +8,7 @@ Suffixes: P scales, two per weight; S steps; W fp32 values per scale, for alignm
 
 from __future__ import annotations
 
+import math
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -253,9 +254,13 @@ class DelayedScales:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, list[float]]) -> None:
-        """Restore scales returned by `values`; others keep their state."""
+        """Restore scales returned by `values`; others keep their state. *Raises* ValueError for other values."""
         for i, name in enumerate(self._sides):
             if name in values:
-                scale, *history = values[name]
+                found = values[name]
+                is_list = isinstance(found, list) and all(isinstance(each, float) for each in found)
+                if not is_list or len(found) != 1 + STEPS or not 0 <= min(found) <= max(found) < math.inf:
+                    raise ValueError(f"{name} has no scale and {STEPS} magnitudes, finite and not negative")
+                scale, *history = found
                 self.scale_P[i] = scale
                 self.history_SP[:, i] = torch.tensor(history)

@@ -140,6 +140,8 @@ def of_workers(of_agent: Mapping[int, Any], attempt: str) -> Iterator[Failure]:
         message = f"killed by {failure.signal_name()}" if status < 0 else f"ended with status {status}"
         if status == -signal.SIGKILL:
             message += ", as a system does that is short of memory"
+        if status == -signal.SIGBUS:
+            message += ": a mapped file became shorter (data.paths), or its disk or /dev/shm is full or fails"
         aborted = status == -signal.SIGABRT  # as NCCL does to a process whose peers are gone
         yield Failure(rank, platform.node(), message, when, status, attempt, suffered=aborted)
 

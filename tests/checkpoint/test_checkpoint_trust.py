@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import random
+import time
+import zipfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -135,13 +137,32 @@ def test_a_value_of_another_type_or_place_is_refused(tmp_path):
     for payload, said in [
         (VALUE, "value is not of the form that graphmoe writes"),
         ((("step",), VALUE), "value is not of the form that graphmoe writes"),
-        ((("value",), TENSOR), "holds a Tensor"),
-        ((("value",), {1, 2}), "holds a set"),
+        ((("value",), TENSOR), r"not written by graphmoe \(UnpicklingError\)"),
+        ((("value",), {1, 2}), r"not written by graphmoe \(UnpicklingError\)"),
         ((("value",), 7), "value is a int, but here a str"),
     ]:
         as_entry(folder, "value", saved_by_torch(payload))
         with pytest.raises(CheckpointError, match=said):
             load(folder)
+
+
+PAIRS = b")" + 64 * b"2\x86"  # an empty tuple, then 64 times a pair of what was there
+
+
+@pytest.mark.parametrize(
+    "body", [PAIRS, b"}" + PAIRS + b"K\x01s", b"}(" + PAIRS + b"K\x01u", b"(" + PAIRS + b"K\x01d"]
+)
+def test_pickles_of_exponentially_many_pairs_are_refused_at_once(tmp_path, body):
+    folder, content, began = saved_in(tmp_path), io.BytesIO(), time.monotonic()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("archive/data.pkl", PROTO + body + STOP)
+    as_entry(folder, "value", content.getvalue())
+    with pytest.raises(CheckpointError, match="not written by graphmoe"):
+        load(folder)
+    replace_file(folder / ".metadata", PROTO + body + STOP)
+    with pytest.raises(CheckpointError, match="is not what a checkpoint of graphmoe has"):
+        load(folder)
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("place", ["/etc/hostname", "../secret", "a/b", "..", "", "other"])

@@ -7,6 +7,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from graphmoe import train
 from graphmoe.command.hydra import load_config, schema, to_config
 from graphmoe.config.masking import masked_line, masked_overrides, to_plain
 from graphmoe.config.schema import AuxLoss
@@ -44,7 +45,7 @@ def test_a_run_folder_has_names_and_interpolations_but_no_value(tmp_path, compos
     assert "hunter2" not in text and "sesame" not in text and yaml.safe_load(text) == plain
     read = load_config(tmp_path / "run" / "resolved.yaml")
     assert (read.run.name, read.train.seed, read.model.aux_loss) == ("sesame", 5, AuxLoss.none)
-    assert to_plain(read) == plain
+    assert to_plain(read) == {**plain, "host": {**plain["host"], "env": {}}}, "a mask is no value"
 
 
 def test_a_run_is_continued_with_the_same_value_of_the_environment_and_no_other(tmp_path, composed):
@@ -86,6 +87,28 @@ def test_a_line_of_words_loses_the_values_of_host_env():
         line = masked_line(f"#0 : optim.lr=1 {words} train.steps=2")
         assert "secret" not in line and "secret" not in masked_line(words)
         assert line.startswith("#0 : optim.lr=1 ") and line.endswith(" train.steps=2")
+
+
+SECRETS = [
+    "+host.env.A=[sesame]",
+    "+host.env.A={B:sesame}",
+    "host.env={A:[sesame]}",
+    "train.steps=${oc.env:TOKEN}",
+    "optim.schedule=${oc.env:TOKEN}",
+    "run.name=a${oc.env:TOKEN}:/b",
+    "recompute.segments=[${oc.env:TOKEN}]",
+]
+
+
+@pytest.mark.parametrize("word", SECRETS)
+def test_an_error_about_a_secret_of_the_wrong_type_does_not_print_it(word, monkeypatch, capsys):
+    monkeypatch.setenv("TOKEN", "sesame")
+    monkeypatch.setattr(sys, "argv", ["train", "data=synthetic", word])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "error: " in said and "sesame" not in said
+    assert word.partition("=")[0].lstrip("+").removesuffix(".A") in said
 
 
 @pytest.mark.slow

@@ -122,3 +122,16 @@ def test_a_document_mask_needs_the_end_token_of_the_tokenizer_in_the_files(tmp_p
         return
     with pytest.raises(ConfigError, match=r"needs token 0 .* first of \S*a.bin ends with token 7; set"):
         open_data(wanted, **sizes)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_mapped_is_named_before_it_is_read(tmp_path):
+    write_token_file(tmp_path / "t", [range(100_000)] * 3, np.int32)
+    config = DataConfig(source="memmap", paths=[str(tmp_path / "t")], val_fraction=0.0)
+    samples = open_data(config, seq_len=64, vocab_size=200_000).train
+    assert len(samples.sample(0)) == 65
+    with open(tmp_path / "t.bin", "r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(DataError, match=r"t\.bin was truncated .*: it has 5000 bytes, and had 1200000"):
+        samples.sample(1)
+    (tmp_path / "t.bin").unlink()
+    assert len(read_token_file(golden(tmp_path)).tokens_T) == 5

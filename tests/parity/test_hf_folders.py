@@ -187,6 +187,8 @@ def test_missing_and_damaged_files_are_named_at_once(tmp_path):
     second.write_bytes(second.read_bytes()[:-7])
     said = refused(tmp_path)
     assert first.name in said and second.name in said
+    second.write_bytes((2**25).to_bytes(8, "little"))
+    refused(tmp_path, "its header has 33,554,432 bytes; at most 16,777,216 are read")
 
 
 def test_a_folder_without_weights_says_what_it_needs(folder):

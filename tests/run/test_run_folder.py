@@ -210,6 +210,24 @@ def test_a_killed_run_frees_its_folder_even_if_its_forked_child_lives_on(tmp_pat
     os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("place", ["logs/rank0.log", "checkpoints", "run.lock", "metrics.jsonl"])
+def test_a_run_writes_through_no_link_of_its_folder(tmp_path, place):
+    claim_and_leave(tmp_path / "tiny", CONFIG)
+    link = tmp_path / "tiny" / place
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    (tmp_path / "own").write_text("mine")
+    link.symlink_to(tmp_path / "own")
+    with pytest.raises(ConfigError, match=f"{place} is a link"):
+        claim_and_leave(tmp_path / "tiny", CONFIG)
+    assert (tmp_path / "own").read_text() == "mine"
+    link.unlink()
+    (tmp_path / "tiny" / "checkpoints" / "step_00000001").parent.mkdir()
+    (tmp_path / "tiny" / "checkpoints" / "step_00000001").symlink_to(tmp_path)
+    (tmp_path / "other").symlink_to(tmp_path / "tiny")
+    assert claim_and_leave(tmp_path / "other", CONFIG)[1]
+
+
 def test_rows_after_the_step_and_torn_or_unreadable_lines_are_cut(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     rows = [f'{{"step": {step}, "loss": NaN}}\n'.encode() for step in (1, 2, 2, 3, 4)]

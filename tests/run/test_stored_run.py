@@ -133,7 +133,7 @@ def test_fields_of_our_weights_have_types_and_stay_in_their_folder(tmp_path, met
 @pytest.mark.parametrize(
     ("names", "said"),
     [(each, r"index\.json: weight_map") for each in ({}, {"a": "../b"}, {"a": "/etc/passwd"}, {"a": 3}, [1])]
-    + [({"a": "fifo"}, "fifo is not a readable regular file")],
+    + [({"a": "fifo"}, "fifo is not a regular file")],
 )
 def test_an_index_names_regular_files_of_its_folder(tmp_path, names, said):
     folder = own_folder(tmp_path / "own")

@@ -1,5 +1,6 @@
 """A model whose products are in 8 bits, compiled: close to the plain one, and its sums of gradients."""
 
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -23,6 +24,7 @@ from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.weight_forms import STEPS, DelayedScales, WeightForm, WeightForms
 from graphmoe.runtime.overlap import Backward, Overlap
 from graphmoe.training.executor import pass_runner
+from graphmoe.training.saves import first_not_finite
 from tests.distributed.training import as_traced as units_as_traced
 from tests.ops.test_fp8_mlp import decibels
 from tests.runs import COMPILED, QUIET, config, numbers, slow_but, train_in, trainer_in
@@ -246,6 +248,20 @@ def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
     other = DelayedScales(weights, 1, None)
     other.load(scales.values())
     assert other.scale_P.equal(scales.scale_P) and other.history_SP.equal(scales.history_SP)
+    (name, good), *_ = scales.values().items()
+    for wrong in (
+        good[:-1],
+        [*good, 1.0],
+        [math.nan, *good[1:]],
+        [*good[1:], math.inf],
+        [*good[1:], -1.0],
+        2.0,
+        "ab",
+    ):
+        with pytest.raises(ValueError, match=f"{name} has no scale and {STEPS} magnitudes, finite"):
+            other.load({name: wrong})
+    values = {"optimizer": {"scales": {name: [*good[1:], math.nan]}}}
+    assert first_not_finite(values) == f"optimizer.scales.{name}"
 
 
 @pytest.mark.slow  # compiles a model

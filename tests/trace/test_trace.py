@@ -1,8 +1,10 @@
 """Numbers that ``graphmoe.trace`` makes of traces as Kineto writes them, and traces that it refuses."""
 
+import gzip
 import re
 import shutil
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -383,3 +385,14 @@ def test_a_run_on_the_cpu_is_recorded_and_read(tmp_path, capsys):
     names = {(s["segment"], s["part"]) for s in found["segments"]}
     assert {("attn", "F"), ("attn", "B"), ("moe_experts", "B"), ("optimizer", "update")} <= names
     assert sum(s["ms"] for s in found["segments"]) == pytest.approx(found["step_ms"], rel=0.02)
+
+
+def test_a_small_file_of_very_many_events_is_refused_before_they_take_memory(tmp_path):
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b"{}," * 20_000_000 + b"{}]}"))
+    assert path.stat().st_size < 200_000
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="more events than a profiler writes in 60,000,021 bytes"):
+        read_trace(path)
+    assert tracemalloc.get_traced_memory()[1] < 5 * 60e6
+    tracemalloc.stop()

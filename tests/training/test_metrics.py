@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from graphmoe.config.untrusted import FileError
 from graphmoe.model.moe_segments import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
-from graphmoe.run.metrics_file import read_lines, read_rows, render, summarise
+from graphmoe.run import metrics_file
+from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad, MetricsRow
+from graphmoe.run.metrics_file import lines_of, read_lines, read_rows, render, summarise
 from graphmoe.training import profile, step_rows
 from graphmoe.training.log_lines import duration, experts_line, quantity, ranks_line, step_line
 from graphmoe.training.metrics import MAX_LINES, ExpertLoads, MetricsWriter, Throughput, to_json
@@ -107,6 +110,20 @@ def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
         assert row["loss"] == pytest.approx(math.log(64), rel=0.1)  # without the auxiliary losses
     assert [set(row) for row in rows if "val_loss" in row] == [{"step", "val_loss"}] * 3
     assert sum(row["step_s"] for row in steps) < 60
+
+
+def test_own_rows_have_no_limit_of_size_and_wrong_ones_take_no_memory(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.5}\n' + b'{"step": "x"}\n' * 200_000 + b'{"step": 2, "lo')
+    tracemalloc.start()
+    assert [row["loss"] for row in read_rows(path)] == [2.5]
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+    assert "200000 of 200002 lines" in caplog.text and "the first: line 2: step: expected int" in caplog.text
+    monkeypatch.setattr(metrics_file, "LARGEST_BYTES", 1000)
+    assert summarise(lines_of(path, MetricsRow))["final_loss"] == 2.5
+    with pytest.raises(FileError, match="at most 1,000 are read"):
+        read_lines(path, MetricsRow)
 
 
 def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_path):

@@ -159,6 +159,21 @@ def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):
     assert "(again: it saved nothing)" in again.err.read_text() and summary(folder)["finished"]
 
 
+def test_a_run_stops_after_its_hours_with_status_0_and_is_continued(tmp_path, undisturbed):
+    folder, limit = tmp_path / "run", "train.max_hours=0.00305"  # 11 s, of which the start takes some
+    run = Command(tmp_path, words("run", "checkpoint.interval=0", limit), slow={STEP: 0.5})
+    assert run.wait() == 0, run.err.read_text()
+    stopped = summary(folder)
+    assert (stopped["stopped_by"], stopped["finished"]) == ("train.max_hours=0.00305", False)
+    assert (
+        f"train.max_hours=0.00305: stopped after step {stopped['steps']}, which is saved"
+        in run.err.read_text()
+    )
+    again = command(tmp_path, *words("run", "checkpoint.interval=0", "train.max_hours=1"))
+    assert again.wait() == 0 and "(continued)" in again.err.read_text()
+    assert summary(folder)["finished"] and numbers(folder) == numbers(undisturbed)
+
+
 def test_a_signal_in_the_first_validation_leaves_one(tmp_path, monkeypatch):
     folder, overrides = tmp_path / "run", ("train.steps=2", "train.val_interval=0")
     stopped = trainer_in(folder, *overrides)

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from graphmoe.checkpoint.hf import mxfp4
 from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
+from graphmoe.config.untrusted import FileError, is_file_name, open_regular, read_json
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DEFAULT_SHARD = "5GB"
+LARGEST_HEADER = 2**24  # bytes, of 100,000 tensors
 Index = tuple[int | slice, ...]
 WHOLE: Index = (slice(None),)
 BLOCK = 128
@@ -59,6 +60,14 @@ class TensorHeader:
     file: Path
 
 
+def _require_small_header(path: Path) -> None:
+    """Raise FileError for a header that takes much memory: parsed, it is up to 20 times as large."""
+    with open_regular(path) as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > LARGEST_HEADER:
+        raise FileError(f"its header has {size:,} bytes; at most {LARGEST_HEADER:,} are read")
+
+
 class TensorFiles:
     """Tensors in ``<stem>.safetensors`` or its indexed shards, memory-mapped. *Raises* ConfigError.
 
@@ -72,7 +81,7 @@ class TensorFiles:
         problems = []
         for path in _paths(folder, stem):
             try:
-                require_regular(path)
+                _require_small_header(path)
                 self._open[path] = safe_open(path, framework="pt")
             except (OSError, FileError, SafetensorError) as error:
                 problems.append(f"{path.name}: {error}")

@@ -34,6 +34,7 @@ NO_FACTS = """
     compile.enabled compile.cache compile.cache_dir compile.cache_shared passes.dump graph.warmup_steps
     checkpoint.enabled checkpoint.interval checkpoint.keep_last checkpoint.keep_every checkpoint.async_save
     checkpoint.resume checkpoint.resume_from checkpoint.init_from checkpoint.other_tokenizer
+    train.max_hours
     host.manual_gc host.gc_interval host.numa host.kernarg_pool_mb host.max_hw_queues host.nvlink_multicast
     host.env launch.nproc launch.nodes launch.endpoint launch.max_restarts launch.gpus_per_job
     launch.write_only launch.hang_timeout_s launch.fake_world launch.fake_rank launch.fake_memory_gb

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOGS = "logs"
-_TRUSTED = re.compile(rf"{OWN_CODE.pattern}|[a-z_]+(\.\w+)+")  # code or a key, behind a file that names it
+TRUSTED = re.compile(rf"{OWN_CODE.pattern}|[a-z_]+(\.\w+)+")  # code or a key, behind a file that names it
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def _path(words: Sequence[str]) -> Path:
         print(usage)
         sys.exit(0)
     answer_version(words)
-    if not words or words[0].startswith("-") or not all(map(_TRUSTED.fullmatch, words[1:])):
+    if not words or words[0].startswith("-") or not all(map(TRUSTED.fullmatch, words[1:])):
         raise ConfigError(f"expected one path, not {' '.join(words) or 'nothing'}; {usage}")
     return Path(words[0]).absolute()
 

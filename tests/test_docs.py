@@ -26,10 +26,10 @@ from graphmoe.command.errors import explain, known_keys
 from graphmoe.command.hydra import read_words, to_config
 from graphmoe.config.arguments import parse_args
 from graphmoe.config.choices import CODE_FOLDERS, SEGMENT_NAMES
-from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
 from graphmoe.project.arguments import ProjectArgs, completed, split_words
+from graphmoe.worker import TRUSTED
 from tests.runs import ROOT, hydra_config
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/*.md")])
@@ -189,7 +189,7 @@ def check_command(page, line, folder):
     elif hasattr(module, "hydra_app"):
         check_hydra_words(read_words(words), folder, getattr(module, "with_some_batch", None))
     elif tool == "graphmoe.worker":
-        assert words and all(map(OWN_CODE.fullmatch, words[1:]))
+        assert words and all(map(TRUSTED.fullmatch, words[1:]))
     elif not words and line in inline((ROOT / page).read_text(encoding="utf-8")):
         return  # an inline command without words is a tool's name in a sentence
     elif hasattr(module, "parse_args"):

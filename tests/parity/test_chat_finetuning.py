@@ -17,10 +17,8 @@ from tests.runs import metrics, slow_but
 from tests.tolerances import relative_error
 
 STEPS = 20
-LIMITS = {
-    "qwen3_next": 1e-3,
-    "qwen3_5": 1e-3,
-}  # transformers subtracts sums of decays in fp32; ours is nearer to fp64
+# transformers subtracts sums of decays in fp32, ours is nearer to fp64
+LIMITS = {"qwen3_next": 1e-3, "qwen3_5": 1e-3}
 FAMILIES = [case for family, case in OF_FAMILY.items() if family != "bailing_moe_v2"]  # transformers lacks it
 LENGTH, BATCH, MICRO = 96, 4, 2
 WORDS = (
@@ -28,7 +26,7 @@ WORDS = (
     f"train.micro_batch_size={MICRO}", "optim.lr=1e-3", "optim.warmup_steps=4", "optim.weight_decay=0.1",
     "optim.eps=1e-3", "train.clip_grad_norm=1.0", "model.bias_update_rate=0", "train.log_interval=1",
 )  # fmt: skip
-"""With Adam's usual eps a gradient that is 0 but for rounding, as of key biases, moves a weight by the rate."""
+"""With Adam's usual eps a gradient that is 0 but for rounding, as of key biases, is a full step."""
 
 
 def alone(batch):

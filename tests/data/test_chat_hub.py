@@ -8,8 +8,12 @@ import torch
 
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import Loader, open_data
+from graphmoe.plan.plan import plan_of
+from graphmoe.plan.rules import check
+from graphmoe.plan.rules.unused import without_effect
 from tests.data.chats import conversations, write_rows, write_tokenizer
 from tests.data.test_loader import rows_over_ranks
+from tests.runs import config, undecided_config
 
 pytest.importorskip("datasets")
 pytest.importorskip("pyarrow")
@@ -73,3 +77,17 @@ def test_other_columns_and_sets_are_named(opened, tmp_path):
         opened(hf_name=str(tmp_path / "set"))
     with pytest.raises(ConfigError, match="cannot open data.hf_name=.* split=train"):
         opened(hf_name=str(tmp_path / "none" / "such" / "set"))
+
+
+def test_a_run_reads_files_or_a_dataset():
+    words = "data.source=chat", "data.tokenizer=t"
+    with pytest.raises(ConfigError, match="takes data.paths or data.hf_name, and neither is set"):
+        check(undecided_config(*words))
+    with pytest.raises(ConfigError, match="and both are set; set one of them"):
+        check(undecided_config(*words, "data.paths=[a]", "data.hf_name=b"))
+    for more in (
+        ("data.hf_name=b", "data.val_paths=[c]", "with data.hf_name"),
+        ("data.paths=[a]", "data.hf_split=c", "without data.hf_name"),
+    ):
+        plan = plan_of(config(*words, *more[:2]), 1)
+        assert any(f"{more[1]} has no effect {more[2]}" in said for said in without_effect(plan, 1))

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     tokenizer, template, end = chat_parts(config, vocab_size)
-    assert config.tokenizer is not None
     if config.hf_name is not None:
         config = _with_rows(config)
+    assert config.tokenizer is not None
     id_limit = min(vocab_size, num_ids(tokenizer))
     recipe = ChatRecipe(
         tokenizer_file(config.tokenizer), end, "text", id_limit, config.skip_bad, template=template,

@@ -96,8 +96,6 @@ data.bpe_vocab_size=299 | data.bpe_vocab_size=299 must be from 300
 model.vocab_size=299 | data.bpe_vocab_size=4096 must be from 300 to model.vocab_size=299
 data.source=files data.tokenizer=t | data.source=files needs data.paths, e.g. 'data.paths=[
 data.source=memmap | data.source=memmap needs data.paths
-data.source=chat data.tokenizer=t | data.source=chat takes data.paths or data.hf_name, and neither is set
-data.source=chat data.tokenizer=t data.paths=[a] data.hf_name=b | or data.hf_name, and both are set
 data.source=files data.paths=[a] | data.source=files needs data.tokenizer
 data.source=hf data.tokenizer=t | data.source=hf needs data.hf_name
 data.paths=[a] | data.paths=[a] has no effect with data=stdlib; add data=files or data=chat or data=memmap, or

@@ -1,10 +1,12 @@
 """A model and its optimizer for a training loop of your own (docs/api.md).
 
-Suffixes: B sequences, S their tokens, D hidden, V vocabulary, T positions, L MoE layers, E experts.
+Suffixes: B sequences, S their tokens, D hidden, V vocabulary, T positions, L MoE layers, E experts, K those
+of a token.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from graphmoe.checkpoint.hf.tensor_files import Index, TensorToWrite
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.command.hydra import read_words
 from graphmoe.config.schema import ConfigError, DpShard
+from graphmoe.model.layer import MoEOutput
 from graphmoe.model.moe_segments import update_selection_bias
 from graphmoe.ops.collectives import all_gather_into, use_groups
 from graphmoe.plan.layout import layout_of
@@ -27,6 +30,7 @@ from graphmoe.run.machine import open_device
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
 from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.ranks import Mesh, sums
+from graphmoe.segments import Executor, Segment
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
 from graphmoe.training.export import write_folder
@@ -40,6 +44,7 @@ OWN = (
     "data=synthetic", "graph.scope=none", "pipeline.ep_overlap=false", "moe.receive_budget=worst_case",
     "passes.disabled=[fuse_loss]",
 )  # fmt: skip
+ROUTER = "moe_router"
 ROWS = 2048  # positions whose logits are in memory at once
 
 
@@ -85,16 +90,17 @@ class Trainer:
         self._open.close()
         close_dispatcher()
 
-    def log_probs(self, tokens_BS: Tensor) -> Tensor:
+    def log_probs(self, tokens_BS: Tensor, routes_BSLK: Tensor | None = None) -> Tensor:
         """Return the log-probability, fp32 [B, S - 1], of each token but the first, given those before it.
 
         Collective. Within `step` it has a gradient. Logits of `ROWS` positions are in memory at once.
+        ``routes_BSLK``: experts that replace the routers' choice, of the form of `routes`; K times -1 for
+        tokens of which none are recorded. Syncs the device. *Raises* ConfigError.
         """
-        if self._is_stale:
-            self.optimizer.gather()
-            self._is_stale = False
-        tokens_BS, head = tokens_BS.to(self.device), self.model.loss_head
-        x_BSD, outputs = self.model.states(tokens_BS[:, :-1], self._execute)
+        tokens_BS, head, execute = tokens_BS.to(self.device), self.model.loss_head, self._execute
+        if routes_BSLK is not None:
+            execute = replaying(execute, self._layers_of(routes_BSLK, tokens_BS))
+        x_BSD, outputs = self._states(tokens_BS, execute)
         segments = head.segments(head.norm, loss=False)
         (h_BSD,) = self._execute(segments, {"x": x_BSD}, ("normed",))
         if torch.is_grad_enabled():
@@ -109,6 +115,21 @@ class Trainer:
         rows = zip(h_BSD.flatten(0, 1).split(ROWS), tokens_BS[:, 1:].flatten().split(ROWS), strict=True)
         found = [checkpoint(of_rows, *each, use_reentrant=False) for each in rows]
         return torch.cat(found).view(len(tokens_BS), -1)
+
+    @torch.no_grad()
+    def routes(self, tokens_BS: Tensor) -> Tensor:
+        """Return the experts that each token but the last chooses, int32 [B, S - 1, L, K]. Collective."""
+        found, shape = list[Tensor](), self._shape_of_routes(tokens_BS)
+
+        def record(segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]) -> Any:
+            if not _has_router(segments):
+                return self._execute(segments, tensors, keep)
+            *results, expert_TK = self._execute(segments, tensors, (*keep, "experts"))
+            found.append(expert_TK)
+            return tuple(results)
+
+        self._states(tokens_BS.to(self.device), record)
+        return torch.stack(found, dim=1).view(shape)
 
     def step(self, batch: Any, loss_fn: Callable[["Trainer", Any], Tensor]) -> dict[str, float]:
         """Update the weights by the mean gradient of ``loss_fn(self, batch)`` over ranks. Syncs the device.
@@ -169,6 +190,32 @@ class Trainer:
         self._is_stale = self._ranks.size > 1
         return int(state["step"])
 
+    def _states(self, tokens_BS: Tensor, execute: Executor) -> tuple[Tensor, list[MoEOutput]]:
+        if self._is_stale:
+            self.optimizer.gather()
+            self._is_stale = False
+        return self.model.states(tokens_BS[:, :-1], execute)
+
+    def _shape_of_routes(self, tokens_BS: Tensor) -> tuple[int, ...]:
+        if not self.model.num_moe_layers:
+            raise ConfigError("this model has no MoE layers, so its tokens have no routes")
+        return len(tokens_BS), tokens_BS.shape[1] - 1, self.model.num_moe_layers, self.plan.model.top_k
+
+    def _layers_of(self, routes_BSLK: Tensor, tokens_BS: Tensor) -> Tensor:
+        shape, num_experts = self._shape_of_routes(tokens_BS), self.plan.model.num_experts
+        if routes_BSLK.shape != shape or routes_BSLK.is_floating_point():
+            given = f"{routes_BSLK.dtype} {list(routes_BSLK.shape)}".removeprefix("torch.")
+            raise ConfigError(f"routes are {given}; they must be int32 {list(shape)}")
+        ordered_BSLK = routes_BSLK.sort(dim=-1).values
+        is_good_BSL = (ordered_BSLK.diff(dim=-1) > 0).all(dim=-1) & (ordered_BSLK[..., 0] >= 0)
+        is_good_BSL = is_good_BSL & (ordered_BSLK[..., -1] < num_experts) | (routes_BSLK == -1).all(dim=-1)
+        if bad := (~is_good_BSL).nonzero().tolist():
+            raise ConfigError(
+                f"routes{bad[0]} is {routes_BSLK[*bad[0]].tolist()}; it must be {shape[-1]} different "
+                f"experts from 0 to {num_experts - 1}, or -1 in each place for the own choice"
+            )
+        return routes_BSLK.to(self.device, torch.int32).flatten(0, 1).transpose(0, 1)
+
     def _store(self, folder: Path) -> CheckpointStore:
         if folder not in self._stores:  # each has a process group
             self._stores[folder] = CheckpointStore(folder, self.plan.checkpoint)
@@ -213,3 +260,22 @@ def _check(plan: Plan) -> None:
     ):  # fmt: skip
         if value != valid:
             raise ConfigError(f"{key}={value}: graphmoe.Trainer runs {key}={valid} only")
+
+
+def replaying(execute: Executor, experts_LTK: Iterable[Tensor]) -> Executor:
+    """Return an executor that gives each router in turn int32 [T, K] in place of its choice; -1 keeps it."""
+    layers = iter(experts_LTK)
+
+    def run(
+        segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        if not _has_router(segments):
+            return execute(segments, tensors, keep)
+        read = [replace(s, reads=(*s.reads, "replayed")) if s.name == ROUTER else s for s in segments]
+        return execute(read, tensors | {"replayed": next(layers)}, keep)
+
+    return run
+
+
+def _has_router(segments: Sequence[Segment]) -> bool:
+    return any(segment.name == ROUTER for segment in segments)

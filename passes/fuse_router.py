@@ -121,7 +121,8 @@ def _emit(
     bias = choice.bias
     if bias is not None:
         bias = cast(first, viewed(first, bias, choice.num_experts), f32)
-    chosen = None if choice.ranking else cast(first, choice.expert, torch.int32)
+    chosen = choice.given if choice.ranking else choice.expert
+    chosen = None if chosen is None else cast(first, chosen, torch.int32)
     options = (
         *(num_sequences, shape(choice.expert)[1], choice.score or "softmax", *choice.groups),
         *(weights.renormalise, weights.softmax_after_topk, weights.scale, count_scores),

@@ -24,6 +24,7 @@ from graphmoe.passes.matching import (
     depends_on,
     dtype,
     is_descending,
+    is_float,
     is_op,
     name_of,
     operand,
@@ -51,6 +52,8 @@ class Choice:
     """The chosen scores [T, K], if the topk returns them and gradients flow into them."""
     bias: Node | None = None
     groups: tuple[int, int, int] = (1, 1, 1)  # num_groups, topk_groups, group_top
+    given: Node | None = None
+    """Ids that replace the choice by ``ranking`` unless -1; ``expert`` is `graphmoe.ops.router.replayed`."""
 
     @property
     def score(self) -> str | None:
@@ -70,7 +73,8 @@ class Choice:
 
     def is_best_of(self, other: Choice) -> bool:
         """Return whether this chooses as many experts as ``other`` by the same scores and nothing else."""
-        plain = self.ranking is not None and self.bias is None and self.groups == (1, 1, 1)
+        own = self.ranking is not None and self.given is None
+        plain = own and self.bias is None and self.groups == (1, 1, 1)
         return plain and self.scores is other.scores and shape(self.expert) == shape(other.expert)
 
     def is_expert(self, index: Any) -> bool:
@@ -92,6 +96,8 @@ def choices(graph: fx.Graph) -> Iterator[Choice | str]:
     for node in graph.nodes:
         top = top_of(node)
         choice = _choice_by(node, top[0]) if top is not None and len(shape(node)) == 2 else None
+        if isinstance(choice, Choice) and (among := _replayed(choice.expert)):
+            choice = replace(choice, expert=among[0], given=among[1], values=None)
         if choice is not None:
             yield choice
     scores, seen = _scores(graph), set()
@@ -106,6 +112,18 @@ def choices(graph: fx.Graph) -> Iterator[Choice | str]:
             if (found, origin(ids)) not in seen and (of_source or not is_op(source, *SCORES)):
                 seen.add((found, origin(ids)))
                 yield Choice(_as_given(ids), found)
+
+
+def _replayed(own: Node) -> tuple[Node, Node] | None:
+    users = [reader for user in own.users for reader in (user, *user.users)]  # behind a cast
+    for node in users:
+        if not is_op(node, aten.where) or origin(operand(node, 1)) is not origin(own):
+            continue
+        unknown, _, given = operands(node)
+        is_whole = shape(given) == shape(own) and not is_float(given)
+        if is_whole and is_op(unknown, aten.lt) and operand(unknown, 1) == 0 and operand(unknown) is given:
+            return node, given
+    return None
 
 
 def _routes(ids: Node) -> bool:

@@ -18,10 +18,17 @@ SMALL = (
     "compile.enabled=false",
 )  # fmt: skip
 TOKENS = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(0))
+ROUTES = (7 * torch.arange(4 * 32).view(4, 32, 1, 1) + torch.arange(2)) % 5
+"""Experts of tokens; those above 4 have none."""
 
 
 def nll(trainer, tokens):
     return -trainer.log_probs(tokens).mean()
+
+
+def replayed(trainer, batch):
+    tokens, routes = batch
+    return -trainer.log_probs(tokens, routes).mean()
 
 
 def weights_of(trainer):
@@ -105,10 +112,12 @@ def test_what_a_loop_cannot_run_is_named(word):
 
 TWO_RANKS = """
 import torch, graphmoe
-from tests.test_api import SMALL, TOKENS, nll
+from tests.test_api import ROUTES, SMALL, TOKENS, nll, replayed
 with graphmoe.Trainer(*SMALL, "parallel.ep=2", "model.aux_loss=none") as trainer:
     rank = torch.distributed.get_rank()
     rows = [trainer.step(TOKENS.chunk(2)[rank], nll)["loss"] for _ in range(3)]
+    own = TOKENS.chunk(2)[rank], ROUTES.chunk(2)[rank]
+    rows += [trainer.step(own, replayed)["loss"] for _ in range(2)]
     found = dict(trainer.weights())
     trainer.save_hf("both")
     if rank == 0:
@@ -126,6 +135,7 @@ def test_two_ranks_with_half_the_experts_each_are_one(tmp_path):
     found = torch.load(tmp_path / "found.pt")
     with graphmoe.Trainer(*SMALL, "model.aux_loss=none") as trainer:
         losses = [trainer.step(TOKENS, nll)["loss"] for _ in range(3)]
+        losses += [trainer.step((TOKENS, ROUTES), replayed)["loss"] for _ in range(2)]
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
         for name, weight in trainer.weights():
             torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-5)

@@ -1,6 +1,7 @@
-"""Policy gradient (REINFORCE with a mean baseline) by graphmoe.Trainer; transformers samples the answers.
+"""Policy gradient with a mean baseline by graphmoe.Trainer; transformers samples answers of small token ids.
 
-The sampler gets new weights in memory before each step, as vLLM and other engines would.
+The sampler gets new weights in memory before each round, as vLLM and other engines would. A round is two
+updates by importance weights, which replay the experts of the weights that sampled.
 python examples/own_loop/reinforce.py [OVERRIDE ...]
 """
 
@@ -14,7 +15,7 @@ from transformers.utils import logging
 
 import graphmoe
 
-STEPS, ANSWERS, PROMPT, ANSWER = 12, 32, 4, 12
+ROUNDS, ANSWERS, PROMPT, ANSWER = 8, 32, 4, 12
 
 
 def sampler_of(trainer: graphmoe.Trainer, config: PretrainedConfig) -> torch.nn.Module:
@@ -29,29 +30,29 @@ def answers_of(sampler: torch.nn.Module) -> Tensor:
     return sampler.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **how)
 
 
-def reward_of(tokens: Tensor) -> Tensor:
-    """Return 1.0 for each answer token whose id is below 1024, else 0.0."""
-    return (tokens[:, PROMPT:] < 1024).float()
-
-
 def loss(trainer: graphmoe.Trainer, batch: dict[str, Tensor]) -> Tensor:
-    log_probs = trainer.log_probs(batch["tokens"])[:, PROMPT - 1 :]
-    return -(batch["advantage"] * log_probs).mean()
+    log_probs = trainer.log_probs(batch["tokens"], batch["routes"])
+    ratio = (log_probs - batch["sampled"]).exp()[:, PROMPT - 1 :]
+    return -(batch["advantage"] * ratio).mean()
 
 
 def main() -> None:
     torch.manual_seed(0)
     logging.disable_progress_bar()
-    words = "model=tiny_gqa", "optim.lr=3e-3", "optim.warmup_steps=0", f"train.steps={STEPS}", *sys.argv[1:]
+    words = "model=tiny_gqa", "optim.lr=3e-3", "optim.warmup_steps=0", "train.steps=16", *sys.argv[1:]
     with graphmoe.Trainer(*words) as trainer, tempfile.TemporaryDirectory() as folder:
         trainer.save_hf(folder)
         config = AutoConfig.from_pretrained(folder)
-        for step in range(1, STEPS + 1):
+        for number in range(1, ROUNDS + 1):
             tokens = answers_of(sampler_of(trainer, config))
-            reward = reward_of(tokens)
-            trainer.step({"tokens": tokens, "advantage": (reward - reward.mean()).to(trainer.device)}, loss)
-            if step in (1, STEPS):
-                print(f"step {step}: mean reward {reward.mean():.3f}")
+            reward = (tokens[:, PROMPT:] < 1024).float()
+            batch = {"tokens": tokens, "advantage": (reward - reward.mean()).to(trainer.device)}
+            with torch.no_grad():
+                batch |= {"routes": trainer.routes(tokens), "sampled": trainer.log_probs(tokens)}
+            trainer.step(batch, loss)
+            trainer.step(batch, loss)
+            if number in (1, ROUNDS):
+                print(f"round {number}: mean reward {reward.mean():.3f}")
 
 
 if __name__ == "__main__":

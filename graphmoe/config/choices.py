@@ -37,7 +37,10 @@ SOURCES = {
         ("paths", "tokenizer"), (*_TEXT, "weights", "val_paths", "text_field"), endless=False
     ),
     "chat": SourceFacts(
-        ("paths", "tokenizer"), (*_TEXT, "weights", "val_paths", *_CHAT), endless=False, marks=True
+        ("tokenizer",),
+        (*_TEXT, "paths", "weights", "val_paths", "hf_name", *_HF, *_CHAT),
+        endless=False,
+        marks=True,
     ),
     "hf": SourceFacts(("hf_name", "tokenizer"), (*_TEXT, *_HF, "text_field")),
     "memmap": SourceFacts(("paths",), (*_TEXT, "weights", "val_paths"), endless=False, end_key="tokenizer"),

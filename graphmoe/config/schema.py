@@ -103,13 +103,13 @@ class DataConfig:
     cache_dir: str | None = None
     """Folder of tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     hf_name: str | None = None
-    """data=hf: dataset name or local folder."""
+    """data=hf and chat: dataset name or local folder; chat: in place of paths."""
     hf_config: str | None = None
-    """data=hf: dataset configuration."""
+    """data=hf and chat: dataset configuration."""
     hf_split: str = "train"
-    """data=hf: training split."""
+    """data=hf and chat: training split."""
     hf_val_split: str | None = None
-    """data=hf: validation split; default: val_fraction of the documents."""
+    """data=hf and chat: validation split; default: val_fraction of the documents."""
     shuffle: bool = True
     """Shuffle documents and sequences by seed, in another order each epoch."""
     skip_bad: bool = False

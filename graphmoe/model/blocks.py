@@ -125,10 +125,10 @@ def count_trained(batches: Sequence[Tensor], end_token: int | None, mtp_depth: i
 
 
 def within_chunks(first_BS: Tensor, chunk: int) -> Tensor:
-    """Return first keys that are at least the start of each position's chunk, int32 [B, S]."""
-    # chunks count from the start of the sequence, also within documents, as in transformers
+    """Return the start of each position's chunk, int32 [B, S]; ``first_BS``: that of its document."""
+    # chunks count from the start of the document, or a packed one would not be what it is alone
     position_S = torch.arange(first_BS.shape[1], dtype=torch.int32, device=first_BS.device)
-    return first_BS.maximum(position_S - position_S % chunk)
+    return position_S - (position_S - first_BS) % chunk
 
 
 def attended_pairs(first_BS: Tensor, window: int = 0, chunk: int = 0) -> Tensor:

@@ -66,14 +66,15 @@ class Router(nn.Module):
         # the balance loss counts other slots than those routed
         return self.reads_earlier and self.config.selection_bias
 
-    def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(self, x_BSD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         """Return h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
         With ``input_scaling`` weights are 1, and the last tensor is h times the scores, the experts' input.
-        If `counts_apart`, also the balance loss's counts int32 [E]. ``earlier_E``: of earlier micro-batches.
+        If `counts_apart`, also the balance loss's counts int32 [E]. ``more``: if `reads_earlier`, experts'
+        counts of earlier micro-batches; then optionally recorded experts [T, K], -1 for the own choice.
         """
         # a copy for each micro-batch: its backward may recompute the routing after later ones were counted
-        assert self.reads_earlier == (earlier_E is not None)
+        earlier_E = more[0] if self.reads_earlier else None
         h_TD = self.norm(x_BSD).flatten(0, 1)
         # bf16 logits would flip the choice between near-equal experts.
         logits_TE = F.linear(h_TD.float(), self.gate.weight.float())
@@ -81,6 +82,8 @@ class Router(nn.Module):
             logits_TE = logits_TE + self.gate.bias.float()
         scores_TE = ops.scores_of(logits_TE, self.config.score_function)
         expert_TK = self._choose(scores_TE.detach())
+        for given_TK in more[self.reads_earlier :]:
+            expert_TK = ops.replayed(given_TK, expert_TK)
         how = self.config.renormalise, self.config.softmax_after_topk, self.config.routed_scale
         relative_TE = ops.relative_scores(logits_TE, scores_TE, self.config.score_function)
         weight_TK = ops.weights_of(logits_TE, scores_TE, relative_TE, expert_TK, *how)

@@ -62,6 +62,11 @@ def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
     return torch.searchsorted(end_E, point_TK, right=True, out_int32=True)
 
 
+def replayed(given_TK: Tensor, own_TK: Tensor) -> Tensor:
+    """Return the given experts; the own ones of tokens whose given ids are -1."""
+    return torch.where(given_TK < 0, own_TK, given_TK)
+
+
 def count_per_sequence(expert_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
     """Return how often each sequence's tokens choose each expert -> fp32 [B, E]."""
     sequence_B1 = torch.arange(num_sequences, device=expert_TK.device).unsqueeze(1)
@@ -148,8 +153,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return weight_TK, expert_TK i32, counts_BE, share_sum_BE, z_sum [], entropy_sum []; all but ids fp32.
 
-    ``bias_E`` changes the selection, ``chosen_TK`` replaces it; with ``count_scores`` counts ignore bias
-    and groups. A group's score is the sum of its ``group_top`` best.
+    ``bias_E`` changes the selection, ``chosen_TK`` replaces it in rows without -1; with ``count_scores``
+    counts ignore bias and groups. A group's score is the sum of its ``group_top`` best.
     """
     assert logits_TE.dtype == torch.float32, logits_TE.dtype
     weighting = (renormalise, softmax_after_topk, scale)
@@ -160,11 +165,10 @@ def _forward(
         sizes = (num_sequences, top_k, score, num_groups, topk_groups, group_top)
         return router_kernels.forward(logits_TE, bias_E, chosen_TK, *sizes, *weighting, count_scores)
     scores_TE = scores_of(logits_TE, ScoreFunction(score))
-    if chosen_TK is None:
-        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-        expert_TK = choose(choice_TE, top_k, num_groups, topk_groups, group_top)
-    else:
-        expert_TK = chosen_TK.to(torch.int32, copy=True).contiguous()
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    expert_TK = choose(choice_TE, top_k, num_groups, topk_groups, group_top)
+    if chosen_TK is not None:
+        expert_TK = replayed(chosen_TK.int(), expert_TK).contiguous()
     relative_TE = relative_scores(logits_TE, scores_TE, ScoreFunction(score))
     weight_TK = weights_of(logits_TE, scores_TE, relative_TE, expert_TK, *weighting)
     counted_TK = choose(scores_TE, top_k, 1, 1, 1) if count_scores else expert_TK

@@ -34,8 +34,6 @@ def forward(
     (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
     weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=device)
-    if chosen_TK is not None:
-        num_groups = 1  # a single group needs no choice
     size = E // num_groups
     padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(size)
     tokens = tokens_of_block(padded_groups * padded_size, S)
@@ -158,13 +156,16 @@ def _pick(
     key, value, id_1E, chosen_row, live,
     K: tl.constexpr, SLOTS: tl.constexpr, FILL: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Return ids and values of each token's K best keys, or of given ids, and counts per expert."""
+    """Return ids and values of each token's K best keys, or of ids given as no -1, and counts per expert."""
     slot = tl.arange(0, SLOTS)[None, :]
     ids = tl.zeros((key.shape[0], SLOTS), tl.int32)
     picked = tl.full((key.shape[0], SLOTS), FILL, tl.float32)
     count = tl.zeros(key.shape, tl.int32)
     for k in range(K):
-        best = tl.load(chosen_row + k, mask=live, other=-1) if CHOSEN else _first_best(key, id_1E, 1)
+        best = _first_best(key, id_1E, 1)
+        if CHOSEN:
+            given = tl.load(chosen_row + k, mask=live, other=-1)
+            best = tl.where(given < 0, best, given)
         hit = id_1E == best[:, None]
         key = tl.where(hit, TAKEN, key)
         count += hit.to(tl.int32)

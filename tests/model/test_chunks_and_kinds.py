@@ -38,8 +38,9 @@ def test_a_query_sees_its_own_chunk_and_document(chunk, first):
     q, k, v = heads()
     attend = CoreAttention(0.3, AttentionBackend.sdpa, 1, False, chunk=chunk)
     position = torch.arange(13)
-    seen = (position <= position[:, None]) & (position // chunk == position[:, None] // chunk)
-    seen = seen[None] & (position >= (0 * START if first is None else START)[..., None])
+    start = (0 * START if first is None else START)[..., None]
+    seen = (position <= position[:, None]) & (position >= start)
+    seen &= (position - start) // chunk == (position[:, None] - start) // chunk
     scores = 0.3 * torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(2, dim=2))
     p = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     expected = torch.einsum("bhst,bthd->bshd", p, v.repeat_interleave(2, dim=2))
@@ -71,7 +72,8 @@ def test_attended_pairs_are_those_of_each_layer():
     first = document_starts(tokens, end)
     position = torch.arange(S)
     of_documents = (position <= position[:, None]) & (position >= first[..., None])
-    of_chunks = of_documents & (position // 5 == position[:, None] // 5)
+    start = first[..., None]
+    of_chunks = of_documents & ((position - start) // 5 == (position[:, None] - start) // 5)
     pairs = (4 * of_chunks.sum() + of_documents.sum()) / 5
     torch.testing.assert_close(model._attended(first), pairs)
     assert of_chunks.sum() < of_documents.sum()

@@ -63,6 +63,7 @@ CASES = {
     "one token in a sequence": Case(5, 1, 9, 2, count_scores=True, **SIGMOID),
     "given": Case(2, 10, 12, 4, chosen="round robin", **SIGMOID),
     "given in groups": Case(2, 10, 12, 4, groups=(4, 2, 2), chosen="round robin"),
+    "given to some": Case(2, 10, 12, 4, groups=(4, 2, 2), chosen="some", count_scores=True, **SIGMOID),
     "given twice": Case(1, 10, 6, 3, chosen="twice", renormalise=True),
     "given twice, softmax over them": Case(1, 10, 6, 3, chosen="twice", after=True),
     "low": Case(2, 5, 12, 4, chosen="round robin", low=True, **SIGMOID),
@@ -91,7 +92,8 @@ def inputs_of(case, seed=0, device="cpu"):
     chosen = None
     if case.chosen:
         slot = torch.arange(len(logits) * case.K, dtype=torch.int32).view(-1, case.K)
-        chosen = slot % case.E if case.chosen == "round robin" else slot // 2 % case.E
+        chosen = slot // 2 % case.E if case.chosen == "twice" else slot % case.E
+        chosen[::3] = -1 if case.chosen == "some" else chosen[::3]
     return tuple(None if t is None else t.to(device) for t in (logits, bias, chosen))
 
 
@@ -171,7 +173,9 @@ def assert_matches_fp64(run, case, device="cpu"):
     logits, bias, chosen = inputs_of(case, device=device)
     outputs, gradient = run(logits, bias, chosen, case)
     expert_TK, counts_BE = outputs[1:3]
-    wanted_TK = choice_of(case, logits, bias) if chosen is None else chosen.cpu()
+    wanted_TK = choice_of(case, logits, bias)
+    if chosen is not None:
+        wanted_TK = torch.where(chosen.cpu() < 0, wanted_TK, chosen.cpu())
     assert (expert_TK.dtype, expert_TK.is_contiguous()) == (torch.int32, True)
     assert torch.equal(expert_TK.cpu(), wanted_TK)
     if case.count_scores:

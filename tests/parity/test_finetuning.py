@@ -35,8 +35,9 @@ SMALL = (
 )  # fmt: skip
 
 
-def config_of(*words):
-    return decided(to_config(hydra_config(*read_words([*words, *SMALL]), with_hydra=False)))
+def config_of(*words, after=()):
+    words = [*words, *SMALL, *after]
+    return decided(to_config(hydra_config(*read_words(words), with_hydra=False)))
 
 
 def run_of(config, folder, ranks=None):

@@ -92,6 +92,18 @@ def test_forced_and_drawn_experts_are_handed_to_the_operation(settings):
     assert assert_fused(routed(**settings)).args[2] is not None
 
 
+@pytest.mark.parametrize("case", COVERING[::3])
+def test_recorded_experts_are_handed_to_the_operation_which_chooses_the_others(case):
+    router, x = make_router(**settings_of(*OPTIONS[case]), aux_loss_coef=0.25), make_input()
+    given_TK = torch.arange(18 * 4, dtype=torch.int32).view(18, 4) * 5 % 16
+    given_TK[::3] = -1
+    plain = traced(router, x, given_TK)
+    _, bias, chosen, *options = assert_fused(plain).args
+    assert (bias is not None, chosen.op, options[-1]) == (OPTIONS[case][3], "placeholder", OPTIONS[case][3])
+    own, found = router(x)[2], plain.graph(*plain.inputs)[2]
+    assert found[::3].equal(own[::3]) and found[1::3].equal(given_TK[1::3]) and not found.equal(own)
+
+
 def test_logits_of_sequences_are_seen_as_tokens():
     def run(logits_BSE):
         values, experts = logits_BSE.view(18, 8).topk(2, dim=-1)
@@ -306,6 +318,10 @@ LOOK_ALIKES = {  # name: (run, reason)
     "relative scores of others": (by_relative_scores(softmax, lambda x, y: y), UNWEIGHED),
     "weights of others": (own_weights(lambda x, y, s, ids: s.gather(1, ids.flip(1))), UNWEIGHED),
     "weights of tokens": (own_weights(lambda x, y, s, ids: s.gather(0, ids)), UNWEIGHED),
+    "ids below 1 recorded": (
+        own_weights(lambda x, y, s, ids: s.gather(1, torch.where((of := best(y)) < 1, ids, of))),
+        UNWEIGHED,
+    ),
     "no gradient": (own_weights(lambda x, y, s, ids: s.detach().gather(1, ids) * x.sum()), UNWEIGHED),
     "weights with a bias": (lambda x, y: (softmax(x) + torch.ones(8)).topk(2, dim=-1), UNWEIGHED),
     "bf16": (lambda x, y: x.bfloat16().softmax(-1).topk(2, dim=-1), "is torch.bfloat16, not torch.float32"),

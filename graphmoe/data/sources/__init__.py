@@ -41,7 +41,8 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
             yield str(error)
     endings = ROW_ENDINGS if config.source == "chat" else ENDINGS
     find = files.find_prefixes if config.source == "memmap" else partial(find_files, endings=endings)
-    for key in ("paths", "val_paths") if config.source in ("files", "chat", "memmap") else ():
+    reads_files = config.source in ("files", "chat", "memmap") and not config.hf_name
+    for key in ("paths", "val_paths") if reads_files else ():
         try:
             find(getattr(config, key), f"data.{key}")
         except ConfigError as error:

@@ -1,16 +1,18 @@
 """Conversations as a source: .jsonl and .parquet files, rendered and tokenised once into the cache."""
 
 import logging
+from dataclasses import replace
 
 from tokenizers import Tokenizer
 
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import DataConfig, TooLong
-from graphmoe.data.chat import KEPT, NO_LOSS, TOKENS, TOO_LONG, TRAINED, ChatRecipe
+from graphmoe.data.chat import FIELDS, KEPT, NO_LOSS, TOKENS, TOO_LONG, TRAINED, ChatRecipe
 from graphmoe.data.chat_template import ChatTemplate, chat_template
 from graphmoe.data.corpus import Corpus, refuse_small_vocabulary
 from graphmoe.data.packing import WholeSamples
 from graphmoe.data.sources.files import tokenised_corpus
+from graphmoe.data.sources.hf import rows_file
 from graphmoe.data.text_files import ROW_ENDINGS
 from graphmoe.data.tokenizer import (
     end_of_document,
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     tokenizer, template, end = chat_parts(config, vocab_size)
+    if config.hf_name is not None:
+        config = _with_rows(config)
     assert config.tokenizer is not None
     id_limit = min(vocab_size, num_ids(tokenizer))
     recipe = ChatRecipe(
@@ -58,6 +62,12 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
             notes[NO_LOSS],
         )
     return corpus
+
+
+def _with_rows(config: DataConfig) -> DataConfig:
+    train = rows_file(config, config.hf_split, FIELDS)
+    val = [str(rows_file(config, config.hf_val_split, FIELDS))] if config.hf_val_split else []
+    return replace(config, paths=[str(train)], val_paths=val)
 
 
 def chat_parts(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, ChatTemplate, int | None]:

@@ -1,4 +1,4 @@
-"""Streaming of Hugging Face datasets: shuffled, resumable, equal samples on any number of ranks.
+"""Hugging Face datasets: streams, shuffled, resumable, equal on any number of ranks; and files of rows.
 
 Each rank reads and tokenises the whole stream and keeps its own samples; ``docs/data.md`` has the cost.
 """
@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from graphmoe.config.schema import ConfigError, DataConfig
+from graphmoe.data.cache import cache_folder, cache_key, cached
 from graphmoe.data.corpus import Corpus, configured_tokenizer
 from graphmoe.data.errors import BadRecords, DataError, one_line
 from graphmoe.data.samples import Reader, Samples, derive_key, permute
@@ -233,16 +235,37 @@ def _text(samples: StreamSamples, record: dict[str, Any]) -> Any:
     return record[key]
 
 
-def open_stream(config: DataConfig, split: str) -> Any:
-    """Open a split as datasets.IterableDataset. *Raises* ConfigError."""
+def rows_file(config: DataConfig, split: str, fields: Sequence[str]) -> Path:
+    """Return a parquet file of the cache with these columns of a whole split. *Raises* ConfigError."""
+    rows = open_stream(config, split, streaming=False)
+    found = [name for name in rows.column_names if name in fields]
+    if not found:
+        columns = ", ".join(rows.column_names)
+        raise ConfigError(
+            f"data.hf_name={config.hf_name} split={split} has the columns {columns}; data={config.source} "
+            f"reads {', '.join(fields)}: rename a column, or write the rows to a .jsonl of data.paths"
+        )
+
+    def build(folder: Path) -> dict[str, Any]:
+        rows.select_columns(found).to_parquet(folder / "rows.parquet")
+        return {}
+
+    key = cache_key("rows", rows._fingerprint, found)  # of the contents
+    return cached(cache_folder(config.cache_dir), f"rows-{key}", build)[0] / "rows.parquet"
+
+
+def open_stream(config: DataConfig, split: str, *, streaming: bool = True) -> Any:
+    """Open a split as datasets.IterableDataset, or as a Dataset on disk. *Raises* ConfigError."""
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError("data=hf needs the datasets library: pip install 'graphmoe[hf]'") from error
+        what = f"data={config.source} data.hf_name={config.hf_name}"
+        raise ConfigError(f"{what} needs the datasets library: pip install 'graphmoe[hf]'") from error
     try:
-        if not os.path.exists(os.path.expanduser(config.hf_name or "")):
+        # what was downloaded before needs no network
+        if streaming and not os.path.exists(os.path.expanduser(config.hf_name or "")):
             reach_hub(config.hf_name or "", "README.md", "dataset")
-        return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=True)
+        return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=streaming)
     except Exception as error:  # of any type: from library, hub and network
         raise ConfigError(
             f"cannot open data.hf_name={config.hf_name} split={split}: {one_line(error)}"

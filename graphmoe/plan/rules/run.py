@@ -58,6 +58,9 @@ def data_rules(config: RunConfig) -> Iterator[str]:
     for key in data.source_facts.needs:
         if not getattr(data, key):
             yield f"data.source={data.source} needs data.{key}, {examples[key]}"
+    if data.source == "chat" and bool(data.paths) == (data.hf_name is not None):
+        given = "both are" if data.paths else "neither is"
+        yield f"data.source=chat takes data.paths or data.hf_name, and {given} set; set one of them"
     end_key = data.source_facts.end_key
     if data.document_mask and end_key and getattr(data, end_key) is None:
         yield (

@@ -128,7 +128,8 @@ def _of_model(config: RunConfig) -> Sequence[Row]:
 
 def _of_run(config: RunConfig) -> Sequence[Row]:
     data, schedule, fp8, log = config.data, config.optim.schedule, config.precision.fp8, config.log
-    stdlib, alone = data.source == "stdlib", {*config.precision.fp8_products} == {"experts"}
+    stdlib, chat = data.source == "stdlib", data.source == "chat"
+    alone = {*config.precision.fp8_products} == {"experts"}
     unscaled = fp8 is Fp8Recipe.none
     of_fp8 = "precision.fp8_products fp8_wgrad fp8_skip_layers fp8_measure"
     saves = "checkpoint.interval keep_last keep_every async_save"
@@ -136,7 +137,9 @@ def _of_run(config: RunConfig) -> Sequence[Row]:
         (stdlib and data.tokenizer is None, "data.eod_token", "without data.tokenizer"),
         (stdlib and data.tokenizer is not None, "data.bpe_vocab_size", "with data.tokenizer"),
         (not stdlib and data.val_paths, "data.val_fraction", "with data.val_paths"),
-        (data.source == "hf" and data.hf_val_split, "data.val_fraction", "with data.hf_val_split"),
+        (data.hf_name and data.hf_val_split, "data.val_fraction", "with data.hf_val_split"),
+        (chat and data.hf_name, "data.val_paths weights", "with data.hf_name"),
+        (chat and not data.hf_name, "data.hf_config hf_split hf_val_split", "without data.hf_name"),
         (unscaled, of_fp8, "with precision.fp8=none"),
         (not unscaled and alone, "precision.fp8_wgrad", "with precision.fp8_products=[experts]"),
         (schedule in ("cosine", "constant"), "optim.wsd_decay_fraction", f"with optim.schedule={schedule}"),

@@ -99,7 +99,7 @@ data.source=memmap | data.source=memmap needs data.paths
 data.source=files data.paths=[a] | data.source=files needs data.tokenizer
 data.source=hf data.tokenizer=t | data.source=hf needs data.hf_name
 data.paths=[a] | data.paths=[a] has no effect with data=stdlib; add data=files or data=chat or data=memmap, or
-data.hf_name=me/texts | data.hf_name=me/texts has no effect with data=stdlib; add data=hf, or leave it out
+data.hf_name=me/texts | data.hf_name=me/texts has no effect with data=stdlib; add data=chat or data=hf, or
 data.source=memmap data.paths=[a] data.text_field=body | data.text_field=body has no effect with data=memmap
 data.source=synthetic data.shuffle=false | data.shuffle=false has no effect with data=synthetic; add data=
 data.source=hf data.hf_name=a data.tokenizer=t data.paths=[a] | data.paths=[a] has no effect with data=hf; add

@@ -84,8 +84,8 @@ class Sizes:
             room = arrivals.room()
             if dispatcher_facts(choice).buffer:  # holds all tokens of all ranks, so only slots are limited
                 room = room._replace(rows=layout.size("ep_etp") * tokens)
-        else:  # balanced routing that spreads each token over as many ranks as it can, as in a dry run
-            room = Load(tokens * min(model.top_k, layout.ep) * layout.etp, tokens * model.top_k * layout.etp)
+        else:  # no capacity: what uniform routing sends, as in a dry run
+            room = arrivals.balanced
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
             block, rows = blocks_of(arrivals.balanced, room, layout.size("ep_etp"), arrivals.exact_of)
             room = room._replace(rows=rows)

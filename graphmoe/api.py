@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from graphmoe.bench.jobs import compose_config
 from graphmoe.checkpoint.hf.folder import hf_entries
 from graphmoe.checkpoint.hf.tensor_files import Index, TensorToWrite
 from graphmoe.checkpoint.store import CheckpointStore
-from graphmoe.command.hydra import read_words
+from graphmoe.command.hydra import compose_config, read_words
 from graphmoe.config.schema import ConfigError, DpShard
 from graphmoe.model.moe_segments import update_selection_bias
 from graphmoe.ops.collectives import all_gather_into, use_groups

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.runs import projected_run
+from graphmoe.command.hydra import compose_config
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.project.arguments import ProjectArgs
 from graphmoe.training.memory import allocated_bytes

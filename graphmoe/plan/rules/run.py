@@ -58,6 +58,11 @@ def data_rules(config: RunConfig) -> Iterator[str]:
     for key in data.source_facts.needs:
         if not getattr(data, key):
             yield f"data.source={data.source} needs data.{key}, {examples[key]}"
+    if data.source_facts.marks and not data.document_mask:
+        yield (
+            f"data.document_mask=false has no effect on data.source={data.source}, whose documents are "
+            f"always apart; use data.document_mask=true"
+        )
     end_key = data.source_facts.end_key
     if data.document_mask and end_key and getattr(data, end_key) is None:
         yield (

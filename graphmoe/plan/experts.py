@@ -297,6 +297,17 @@ def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
     return Load(math.ceil(layout.size("ep_etp") * tokens * (1 - elsewhere)), slots)
 
 
+def sent_load(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int) -> Load:
+    """Return the load that alltoall is counted with: of uniform routing.
+
+    ``force_balance`` is counted with the most rows that a balanced routing sends.
+    """
+    load = balanced_load(model, layout, tokens)
+    return (
+        load._replace(rows=tokens * min(model.top_k, layout.ep) * layout.etp) if moe.force_balance else load
+    )
+
+
 def room_bytes(
     rooms: Sequence[Load], model: ModelConfig, layout: Layout, element_bytes: int, *, fused: bool
 ) -> int:

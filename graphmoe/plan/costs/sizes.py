@@ -29,6 +29,7 @@ from graphmoe.plan.experts import (
     dispatcher_facts,
     experts_of,
     routed_tokens,
+    sent_load,
     transport_of,
 )
 from graphmoe.plan.layout import Layout
@@ -84,8 +85,8 @@ class Sizes:
             room = arrivals.room()
             if dispatcher_facts(choice).buffer:  # holds all tokens of all ranks, so only slots are limited
                 room = room._replace(rows=layout.size("ep_etp") * tokens)
-        else:  # no capacity: what uniform routing sends, as in a dry run
-            room = arrivals.balanced
+        else:  # no capacity; as in a dry run
+            room = sent_load(config.moe, model, layout, tokens)
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
             block, rows = blocks_of(arrivals.balanced, room, layout.size("ep_etp"), arrivals.exact_of)
             room = room._replace(rows=rows)

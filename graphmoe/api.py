@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from graphmoe.bench.jobs import compose_config
 from graphmoe.checkpoint.hf.folder import hf_entries
 from graphmoe.checkpoint.hf.tensor_files import Index, TensorToWrite
 from graphmoe.checkpoint.store import CheckpointStore
-from graphmoe.command.hydra import read_words
+from graphmoe.command.hydra import compose_config, read_words
 from graphmoe.config.schema import ConfigError, DpShard
 from graphmoe.model.layer import MoEOutput
 from graphmoe.model.moe_segments import update_selection_bias
@@ -45,6 +44,7 @@ OWN = (
     "passes.disabled=[fuse_loss]",
 )  # fmt: skip
 ROUTER = "moe_router"
+NO_LOSS = ["fuse_loss"]
 ROWS = 2048  # positions whose logits are in memory at once
 
 
@@ -62,6 +62,9 @@ class Trainer:
         the longest sequence. *Raises* ConfigError.
         """
         config = compose_config(*read_words([*OWN, *overrides]))
+        # no pass runs then, and a warning would name what the user did not set
+        if not config.compile.enabled and config.passes.disabled == NO_LOSS:
+            config = replace(config, passes=replace(config.passes, disabled=[]))
         self._ranks = join(config)
         self.plan, _ = open_worker(config, self._ranks)
         _check(self.plan)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from graphmoe.bench import NOISE
-from graphmoe.command.hydra import read_words
+from graphmoe.command.hydra import compose_config, read_words
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.ranges import OWN_CODE, fields_of, spelled
 from graphmoe.config.schema import ConfigError, RunConfig
@@ -151,10 +151,10 @@ class Tuning:
     def __init__(self, args: TuneArgs, words: Sequence[str]) -> None:
         import torch
 
-        from graphmoe.bench import card_of_device, jobs
+        from graphmoe.bench import card_of_device
         from graphmoe.run.machine import device_name, memory_of
 
-        self.args, self.words, self.config = args, [*words], jobs.compose_config(*words)
+        self.args, self.words, self.config = args, [*words], compose_config(*words)
         launch, device = self.config.launch, torch.device(self.config.run.device.value)
         if launch.nodes not in ("auto", 1):
             raise ConfigError(f"launch.nodes={launch.nodes}: jobs train on this node only; leave it out")

@@ -52,6 +52,13 @@ def test_a_step_is_that_of_the_model_s_own_loss(words):
                 torch.testing.assert_close(weight, after[name], rtol=0, atol=2e-6)
 
 
+def test_without_compilation_only_a_user_s_own_passes_are_warned_of(caplog):
+    for words, named in (((), False), (("passes.disabled=[fuse_router]",), True)):
+        caplog.clear()
+        with graphmoe.Trainer(*SMALL, *words):
+            assert ("passes.disabled" in caplog.text) == named, caplog.text
+
+
 def test_micro_batches_are_averaged():
     words = *SMALL, "model.aux_loss=none"
     with graphmoe.Trainer(*words) as trainer, graphmoe.Trainer(*words) as other:

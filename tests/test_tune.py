@@ -15,8 +15,8 @@ import pytest
 from graphmoe import tune
 from graphmoe.bench import jobs
 from graphmoe.bench.cases import CaseFailed
-from graphmoe.bench.jobs import compose_config
 from graphmoe.command.errors import known_keys
+from graphmoe.command.hydra import compose_config
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.host.signals import Interrupted
@@ -66,7 +66,7 @@ def tuned(tmp_path, monkeypatch, capsys):
             return machine(ran[-1])
 
         monkeypatch.setattr(tune, "trained", trained)
-        monkeypatch.setattr(jobs, "compose_config", composed)
+        monkeypatch.setattr(tune, "compose_config", composed)
         argv, status = [*words, f"minutes={minutes}", f"out={tmp_path / 'out'}"], 0
         try:
             run_tool(tune.main, argv)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from graphmoe.bench import BenchArgs, card_of_device, cases
 from graphmoe.bench.cases import Calls, Case, Operation, Row, mlp_inputs, normal, route
-from graphmoe.bench.jobs import UNREAD, compose_config, train
+from graphmoe.bench.jobs import UNREAD, train
 from graphmoe.bench.rank_group import RankGroup, joined_ranks, samples_ms
+from graphmoe.command.hydra import compose_config
 from graphmoe.config.schema import AttentionBackend, ModelConfig
 from graphmoe.ops import formats, fp8_mlp, linear_cross_entropy, masked_attention  # noqa: F401  # registers
 from graphmoe.ops.attention import choose_backend

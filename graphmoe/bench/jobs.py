@@ -14,20 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.bench import OF_SUITES, BenchArgs, cases, ranks_of
 from graphmoe.bench.cases import FLOPS_PER_S, CaseFailed, Row
-from graphmoe.command.errors import explain
-from graphmoe.command.hydra import to_config
-from graphmoe.command.words import composed
+from graphmoe.command.hydra import compose_config
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.run.files import CAPTURE_FILE, METRICS_FILE, PROFILE_FOLDER, SUMMARY_FILE, trace_file
 from graphmoe.runtime.host.signals import end_with_parent
 from graphmoe.trace.events import Trace, read_trace
-from graphmoe.training.auto import decided
 
 log = logging.getLogger(__name__)
 UNREAD = (
@@ -128,13 +123,6 @@ def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary:
         "peak_gib": summary["peak_memory_gib"],
         "device_gib": summary["device_memory_gib"],
     }
-
-
-def compose_config(*words: str) -> RunConfig:
-    try:
-        return decided(to_config(composed(words)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides: {explain(error, words)}") from error
 
 
 def split_list(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphmoe.bench import BenchArgs
 from graphmoe.bench.cases import FLOPS_PER_S, Case, Measured, Row, Suite, run_cases
 from graphmoe.bench.dispatch_suite import LINK_BYTES_PER_S
-from graphmoe.bench.jobs import compose_config
+from graphmoe.command.hydra import compose_config
 from graphmoe.model.sizes import attention_weights
 from graphmoe.ops import replicas
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphmoe.command.errors import explain, is_model_folder, options, parsed
 from graphmoe.command.sweep import job
 from graphmoe.command.sweep.process import SweepError
-from graphmoe.command.words import OTHER_SOURCES, help_text, own_folders, run_words
+from graphmoe.command.words import OTHER_SOURCES, composed, help_text, own_folders, run_words
 from graphmoe.config.arguments import answer_version, emit, print_error, wants_help
 from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import MASK, hidden, note_interpolations
@@ -251,6 +251,16 @@ def to_config(
     _refuse_two_lengths(config, sys.argv[1:])
     given = {word.lstrip("+").partition("=")[0] for word in sys.argv[1:]}
     return _resolved(config if complete is None else complete(config), prepare, prog, given)
+
+
+def compose_config(*words: str) -> RunConfig:
+    """Return the configuration of overrides, with automatic keys decided. *Raises* ConfigError."""
+    from graphmoe.training.auto import decided  # imports torch
+
+    try:
+        return decided(to_config(composed(words)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"overrides: {explain(error, words)}") from error
 
 
 def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:

@@ -95,7 +95,7 @@ class DataConfig:
     eod_token: str | None = None
     """Token after each document; default: the tokenizer's end token."""
     document_mask: bool = False
-    """Keep attention, positions and losses within a document (docs/model.md); data=chat does it always."""
+    """Keep attention, positions and losses within a document (docs/model.md); data=chat needs it."""
     document_length: Size | None = None
     """data=synthetic: mean tokens of a document, > 0; null: one endless document."""
     bpe_vocab_size: int = 4096
@@ -116,9 +116,6 @@ class DataConfig:
     """Count and skip unreadable files and bad records instead of stopping."""
     prefetch: CountOrZero = 4
     """Micro-batches prepared ahead, >= 0."""
-
-    def __post_init__(self) -> None:
-        self.document_mask = self.document_mask or self.source_facts.marks
 
     @property
     def source_facts(self) -> SourceFacts:

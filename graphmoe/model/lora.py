@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.model.moe_segments import Experts
+from graphmoe.plan.experts import TARGETS
 from graphmoe.plan.layout import layout_of
 
 ADAPTER = "lora_"
 """Part of the names of adapters' parameters."""
-_TARGETS = {"attn": "attention", "mlp": "mlp", "shared_experts": "shared_experts", "moe_experts": "experts"}
-"""Entry of ``model.lora_targets`` by a module of a layer."""
 
 
 class LoraLinear(nn.Linear):
@@ -49,7 +48,7 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> None:
     model.requires_grad_(False)
     scale = config.lora_alpha / config.lora_rank
     for path, module in [*model.named_modules()]:
-        target = next((_TARGETS[name] for name in path.split(".") if name in _TARGETS), None)
+        target = next((TARGETS[name] for name in path.split(".") if name in TARGETS), None)
         if target not in config.lora_targets:
             continue
         if isinstance(module, Experts):

@@ -37,6 +37,8 @@ EXPERT_KEYS = (
 """Keys of ``model`` that only MoE layers read."""
 TRAINING_KEYS = {"name", "hf_family", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"lora_rank", "lora_alpha", "lora_targets"}
+TARGETS = {"attn": "attention", "mlp": "mlp", "shared_experts": "shared_experts", "moe_experts": "experts"}
+"""Entry of ``model.lora_targets`` by segment, and by module of a layer."""
 TRAINING_KEYS |= {"delta_net_backend", "z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """Keys of ``model`` that config.json lacks, or that only training uses."""
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
@@ -127,9 +129,14 @@ def adapted_of(model: ModelConfig, layer: int) -> set[str]:
     return {"attention", *there} & {*model.lora_targets}
 
 
+def adapts(model: ModelConfig, segment: str) -> bool:
+    """Return whether matrices of a segment, of `TARGETS`, have LoRA adapters."""
+    return model.lora_rank > 0 and TARGETS.get(segment) in model.lora_targets
+
+
 def adapts_experts(model: ModelConfig) -> bool:
     """Return whether routed experts have LoRA adapters."""
-    return model.lora_rank > 0 and "experts" in model.lora_targets and has_experts(model)
+    return adapts(model, "moe_experts") and has_experts(model)
 
 
 def runs_pass(passes: PassesConfig, name: str) -> bool:
@@ -288,6 +295,17 @@ def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
     # hypergeometric: the probability that all top_k experts of a token are on other ranks
     elsewhere = math.comb(model.num_experts - here, top_k) / math.comb(model.num_experts, top_k)
     return Load(math.ceil(layout.size("ep_etp") * tokens * (1 - elsewhere)), slots)
+
+
+def sent_load(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int) -> Load:
+    """Return the load that alltoall is counted with: of uniform routing.
+
+    ``force_balance`` is counted with the most rows that a balanced routing sends.
+    """
+    load = balanced_load(model, layout, tokens)
+    return (
+        load._replace(rows=tokens * min(model.top_k, layout.ep) * layout.etp) if moe.force_balance else load
+    )
 
 
 def room_bytes(

@@ -50,7 +50,7 @@ def projected(
     plan: Plan, card: Card, rates: Path | None, bubble: float | None = None
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
     """Return each pipeline position's memory, and the step's times; ``bubble`` replaces the simulated one."""
-    refuse_unknown(plan.config, times=True)
+    refuse_unknown(plan.config)
     places, sizes = memory_of_places(plan, on_nvidia=card.is_nvidia), plan.sizes(on_nvidia=card.is_nvidia)
     return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
 

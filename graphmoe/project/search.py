@@ -54,7 +54,7 @@ def search(
     ``show`` a line for each layout with a margin that is `FASTER` than the last. *Raises* ConfigError.
     """
     plain, fixed = presumed(config), fixed_keys([word for word in words if not word.endswith("=auto")])
-    refuse_unknown(plain, times=True)
+    refuse_unknown(plain)
     tried, card = Candidates(config, args, fixed), args.card
     estimates = Estimates(plain, tried.kinds, Speeds(card, rates_of(card, args.rates), adding=1.0))
     fitting: list[Fitting] = []

@@ -123,7 +123,8 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
     num_bytes = Counter[Axis]()
     for weight in rank_weights(sizes.model, layout, stages):
-        num_bytes[layout_of(weight).summed_over] += (4 + sizes.element_bytes) * weight.numel()
+        if weight.requires_grad:
+            num_bytes[layout_of(weight).summed_over] += (4 + sizes.element_bytes) * weight.numel()
     return sum(
         speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in num_bytes.items()
     )

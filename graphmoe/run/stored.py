@@ -57,6 +57,7 @@ class StoredCheckpoint(msgspec.Struct):
     init_from: str | None = None
     resume_from: str | None = None
     other_tokenizer: bool = False
+    export: str | None = None
 
 
 class StoredTrain(msgspec.Struct):

@@ -40,8 +40,11 @@ log = logging.getLogger(__name__)
 DONE = -1
 
 
-def check_export(checkpoint: CheckpointConfig, model: ModelConfig, *, is_continued: bool) -> None:
-    """Raise ConfigError if ``checkpoint.export`` cannot be written; a continued run replaces its own."""
+def check_export(checkpoint: CheckpointConfig, model: ModelConfig, earlier: str | None = None) -> None:
+    """Raise ConfigError if ``checkpoint.export`` cannot be written; ``earlier``, if given, is replaced.
+
+    ``earlier``: the folder that a continued run named before.
+    """
     if (name := checkpoint.export) is None:
         return
     folder, key = _folder(name), f"checkpoint.export={name}"
@@ -52,7 +55,8 @@ def check_export(checkpoint: CheckpointConfig, model: ModelConfig, *, is_continu
         to_hf_config(without_adapters(model))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    if folder.is_dir() and any(folder.iterdir()) and not is_continued:
+    is_own = earlier is not None and _folder(earlier).resolve() == folder.resolve()
+    if folder.is_dir() and any(folder.iterdir()) and not is_own:
         raise ConfigError(f"{key} is not empty; use a new folder or an empty one")
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -60,15 +64,18 @@ def check_export(checkpoint: CheckpointConfig, model: ModelConfig, *, is_continu
         raise ConfigError(f"{key}: {there} {why}; use another folder")
 
 
-def export(plan: Plan, run: Path, optimizer: StepOptimizer, ranks: Ranks) -> None:
+def export(
+    plan: Plan, run: Path, optimizer: StepOptimizer, ranks: Ranks, on_tensor: Callable[[], None]
+) -> None:
     """Write the weights to ``checkpoint.export``, in the dtype of ``precision.compute``. Collective.
 
-    ``run``: the run's folder, whose tokenizer is written too. *Raises* RunFailed if a file cannot be written.
+    ``run``: the run's folder, whose tokenizer is written too. ``on_tensor`` is called after each tensor on
+    all ranks, and after each file. *Raises* RunFailed if a file cannot be written.
     """
     assert plan.checkpoint.export is not None
     folder, started = _folder(plan.checkpoint.export), time.perf_counter()
     try:
-        files = write_folder(plan, folder, optimizer, ranks, run)
+        files = write_folder(plan, folder, optimizer, ranks, run, on_tensor)
     except (ConfigError, OSError) as error:
         words = f"from={hydra_value(str(run))} to={hydra_value(str(folder))} overwrite=true"
         instead = f"; python -m graphmoe.convert {words} writes the checkpoint" * plan.checkpoint.enabled
@@ -80,8 +87,9 @@ def export(plan: Plan, run: Path, optimizer: StepOptimizer, ranks: Ranks) -> Non
 
 
 def write_folder(
-    plan: Plan, folder: Path, optimizer: StepOptimizer, ranks: Ranks, run: Path | None = None
-) -> list[Path]:
+    plan: Plan, folder: Path, optimizer: StepOptimizer, ranks: Ranks, run: Path | None = None,
+    on_tensor: Callable[[], None] = lambda: None,
+) -> list[Path]:  # fmt: skip
     """Write a Hugging Face folder, with the tokenizer of ``run`` if given; return rank 0's files. Collective.
 
     *Raises* ConfigError or OSError, on all ranks.
@@ -90,7 +98,10 @@ def write_folder(
     dtypes = dict.fromkeys(shapes, dtype_of(plan.precision.compute))
     dtypes |= {name: torch.float32 for name in shapes if name.endswith(".selection_bias")}
     state = {**optimizer.model_state(), **optimizer.main_state()}
-    _, raw, entries = hf_entries(plan.model, dtypes, _reader(state, shapes, plan.layout, ranks))
+    # vectors may be changed, and adapters merged, before they are rounded
+    exact = {name for name, shape in shapes.items() if len(shape) == 1 or plan.model.lora_rank}
+    sent = dtypes | dict.fromkeys(exact, torch.float32)
+    _, raw, entries = hf_entries(plan.model, dtypes, _reader(state, shapes, sent, plan.layout, ranks))
 
     def write(asked: Sequence[TensorToWrite]) -> list[Path]:
         for draft in folder.glob(f".{STEM}.tmp-*"):  # of an export that was killed
@@ -98,10 +109,23 @@ def write_folder(
         tokenizer = tokenizer_of_run(run) if run else None
         most, ids = parse_size("max_shard_size", DEFAULT_SHARD, least=1), tokenizer and tokenizer.token_ids
         with counting(f"writing {folder}", sum(entry.num_bytes for entry in asked)) as on_bytes:
-            files = write_hf(folder, raw, asked, max_bytes=most, token_ids=ids, on_bytes=on_bytes)
+
+            def on_file(num_bytes: int) -> None:
+                on_bytes(num_bytes)
+                on_tensor()
+
+            files = write_hf(folder, raw, asked, max_bytes=most, token_ids=ids, on_bytes=on_file)
         return files + (write_tokenizer(tokenizer, folder, plan.model.context_length) if tokenizer else [])
 
-    return _on_first(write, entries, ranks)
+    def noted(entry: TensorToWrite) -> TensorToWrite:
+        def make() -> Tensor:
+            made = entry.make()
+            on_tensor()
+            return made
+
+        return replace(entry, make=make)
+
+    return _on_first(write, [*map(noted, entries)], ranks)
 
 
 def _folder(name: str) -> Path:
@@ -146,11 +170,12 @@ def _on_first(
 
 
 def _reader(
-    state: dict[str, Tensor | FlatShard], shapes: dict[str, torch.Size], layout: Layout, ranks: Ranks
-) -> Callable[[str, Index], Tensor]:
+    state: dict[str, Tensor | FlatShard], shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype],
+    layout: Layout, ranks: Ranks,
+) -> Callable[[str, Index], Tensor]:  # fmt: skip
     """Return a function that gives a part of a whole tensor on rank 0, on others a meta tensor. Collective.
 
-    All ranks call the function with the same arguments.
+    ``dtypes`` are those of the parts that ranks send. All ranks call the function with the same arguments.
     """
     shards: dict[str, Tensor | FlatShard] = {
         name: each
@@ -169,13 +194,13 @@ def _reader(
         shape = torch.empty(shapes[name], device="meta")[index].shape
         if not ranks.is_first:
             for part, _ in own[name].within(index) if name in own else ():
-                dist.send(part.to("cpu", torch.float32).contiguous(), 0, group=ranks.group)
+                dist.send(part.to("cpu", dtypes[name]).contiguous(), 0, group=ranks.group)
             return torch.empty(shape, device="meta")
-        whole = torch.empty(shape)
+        whole = torch.empty(shape, dtype=dtypes[name])
         for shard in holders[name]:
             for part, place in (own[name] if shard.rank == 0 else shard).within(index):
                 if part.is_meta:
-                    part = torch.empty(part.shape)
+                    part = torch.empty(part.shape, dtype=dtypes[name])
                     dist.recv(part, shard.rank, group=ranks.group)
                 whole[place] = part
         return whole

@@ -208,7 +208,7 @@ def _experts_work(sizes: Sizes) -> float:
     local = model.num_experts // sizes.layout.ep
     if "experts" in sizes.fp8:  # rows of each expert fill whole tiles of a wgrad
         work += (local + sizes.replica_slots) * (BLOCK_R - 1) * (3 * inner + 2 * model.hidden_size)
-    elif sizes.on_nvidia and slots >= TORCH_ROWS * local:
+    elif sizes.on_nvidia and slots >= TORCH_ROWS * local and not model.lora_rank:
         work += e * local * sizes.expert_elements  # a gradient that is added in fp32 later
     return work + sizes.replica_slots * sizes.pulled_bytes  # weights of the slots
 

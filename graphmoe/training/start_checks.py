@@ -25,7 +25,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan, dtype_of
 from graphmoe.plan.rules import check
 from graphmoe.run.machine import free_memory_of, memory_of
-from graphmoe.run.stored import named_source, refuse_other_tokenizer
+from graphmoe.run.stored import named_source, read_stored_run, refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.training.export import check_export
@@ -45,7 +45,8 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
     checkpoint, model = config.checkpoint, config.model
     require_family(model.hf_family)
     is_continued = own_folder is not None and bool(saved_steps(own_folder / CHECKPOINTS))
-    check_export(checkpoint, model, is_continued=is_continued)
+    earlier = read_stored_run(own_folder)[1].checkpoint.export if own_folder and is_continued else None
+    check_export(checkpoint, model, earlier)
     if is_continued:
         return
     try:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ class Trainer:
     trace: StepTrace | None  # None if no ``profile.steps`` are left
     pipeline_profile: PipelineProfile | None
     metrics: MetricsWriter | None  # writer of rank 0
-    export: Callable[[], None] | None = None  # writes the weights at the end; collective
+    # writes the weights at the end, and calls its argument while it advances; collective
+    export: Callable[[Callable[[], None]], None] | None = None
     stopped_by: str | None = None  # signal that ended the run early
     first_step_s: float | None = None  # seconds from the command to the end of its first step
     # this rank's peak, and device memory in use after the last step, in GiB
@@ -102,8 +104,9 @@ class Trainer:
                 self._save(wait=True)
             self.saves.store.wait()
             if self.export:
-                self.heartbeat.slow(f"the export to {self.plan.checkpoint.export}")
-                self.export()
+                note = partial(self.heartbeat.slow, f"the export to {self.plan.checkpoint.export}")
+                note()
+                self.export(note)
             self.optimizer.gather()  # for readers of the model after training
             self.execution.keep_code()
             if self.ranks.is_first:

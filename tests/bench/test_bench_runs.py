@@ -15,8 +15,9 @@ import torch
 from graphmoe.bench import BenchArgs, SuiteName, card_of_device, jobs, runs
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench.cases import CaseFailed
-from graphmoe.bench.jobs import Trained, compose_config, train
+from graphmoe.bench.jobs import Trained, train
 from graphmoe.bench.runs import RECORDED_STEPS, projected_run, projection_cases
+from graphmoe.command.hydra import compose_config
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import CLASSES, default_rates, rates_of, share_at

@@ -7,12 +7,21 @@ import math
 import pytest
 import torch
 
+from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.config.untrusted import FileError
 from graphmoe.ops.router import draw_experts
+from graphmoe.plan.experts import Load, sent_load
 from graphmoe.plan.forced_loads import LOADS, ends, fitted, load, read_counts, recorded
+from graphmoe.plan.layout import Layout
 
 SIZES = [(4, 2, 2), (4, 4, 1), (8, 1, 8), (12, 5, 3), (64, 6, 2), (256, 8, 64), (384, 16, 1), (6, 5, 2)]
 """Experts, slots of a token, ranks."""
+
+
+def test_alltoall_is_counted_with_fewer_rows_if_routing_is_uniform():
+    layout, model = Layout(dp=16, ep=4, etp=2), ModelConfig(num_experts=8, top_k=2)
+    forced, uniform = (sent_load(MoEConfig(force_balance=each), model, layout, 64) for each in (True, False))
+    assert forced == Load(2 * 64 * 2, 256) and uniform == Load(math.ceil(8 * 64 * 13 / 28), 256)
 
 
 def of_ranks(share: list[float], ranks: int) -> list[float]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.runs import projected_run
+from graphmoe.command.hydra import compose_config
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.project.arguments import ProjectArgs
 from graphmoe.training.memory import allocated_bytes
@@ -69,6 +69,10 @@ def runs() -> Iterator[Run]:
     run = raw("qwen3_next_h200/bf16.json")
     words, gib = f"{run['overrides']} {run['decided']}".split(), max(s["memory_gib"] for s in run["steps"])
     yield Run("qwen3_next_h200", 1, (*words, PLAIN), 1e3 * median(run["steps"], "step_s"), gib)
+    run = raw("lora_h200/runs.json")
+    words = of_command(run["command"], "graph.scope=full_iteration", PLAIN)
+    gib = max(row["memory_gib"] for row in run["rows"])
+    yield Run("lora_h200", 1, words, 1e3 * median(run["rows"], "step_s"), gib)
     for row in raw("captured_h200/second.json")["rows"]:
         words, gib = (*row["overrides"], "precision.compute=bf16", PLAIN), row["peak_allocated_bytes"] / 2**30
         name = f"captured_h200: {row['case']}, {row['scope']}{', again' * row['again']}"

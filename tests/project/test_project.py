@@ -84,7 +84,8 @@ def test_every_rank_is_listed_and_drawn_and_the_worst_is_one_of_them(document, t
 def test_tables_end_in_a_verdict(project):
     result = project(*SMALL, "parallel.pp=2", "parallel.ep=2")
     assert result.status == 0 and "fits: rank" in result.out.splitlines()[-1], result.err
-    result = project(*CHART.split(), "hardware=mi300x", "parallel.pp=24", "parallel.ep=8")
+    words = ("parallel.pp=24", "parallel.ep=8", "pipeline.schedule=interleaved", "pipeline.virtual_stages=4")
+    result = project(*CHART.split(), "hardware=mi300x", *words)
     words = " ".join(result.out.split())
     assert words.count("DOES NOT FIT: rank 0 needs") == 2 and "most are activations" in words
     assert result.out.splitlines()[1].startswith("DOES NOT FIT")

@@ -56,6 +56,20 @@ def test_there_is_a_recipe_for_each_published_run():
 
 
 @pytest.mark.parametrize(
+    "row", rows_below(ROOT / "docs/projection.md", "| recipe | published layout |"), ids=lambda row: row[0]
+)
+def test_a_published_layout_fits_its_cards_with_a_margin(row):
+    recipe, layout, words, *said = (cell.strip("`") for cell in row)
+    num_ranks, card = FOR_CARDS.fullmatch(recipe).groups()
+    args = ProjectArgs(card, nodes=int(num_ranks) // GPUS_PER_NODE)
+    document = projected(args, f"experiment={recipe}", *words.split())
+    assert " ".join(f"{axis.upper()}{document['layout'][axis]}" for axis in ("pp", "ep", "cp")) == layout
+    assert document["fits_with_margin"] and document["left_gb"] >= 0.05 * args.card.memory_gb
+    rate = f"{document['tokens_per_s_per_gpu']:,.0f}"
+    assert [f"{document['memory_gb']['total']:.1f}", rate] == said
+
+
+@pytest.mark.parametrize(
     "word",
     ["+experiment=sweep/learning_rate", "experiment/sweep=learning_rate", "+experiment/sweep=learning_rate"],
 )

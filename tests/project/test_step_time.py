@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.runs import projected_run
+from graphmoe.command.hydra import compose_config
 from graphmoe.config.schema import ConfigError, Fp8Recipe, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.attention import is_linear

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from graphmoe.command.hydra import compose_config
+from graphmoe.config.schema import ConfigError
 from graphmoe.config.token_flags import NO_LABEL
 from graphmoe.data import first_batches
 from tests.data.chats import conversations, write_rows, write_tokenizer
@@ -11,6 +13,7 @@ from tests.runs import (
     assert_parts_are_the_whole,
     assert_same_runs,
     command,
+    config,
     metrics,
     train_in,
     trainer_in,
@@ -27,8 +30,16 @@ def chat(tmp_path_factory):
     return (
         "data.source=chat", f"data.paths=[{rows}]", f"data.tokenizer={write_tokenizer(folder / 'tokenizer')}",
         f"data.cache_dir={folder / 'cache'}", "data.val_fraction=0.2", "data.seq_len=48",
-        "model.context_length=48", "model.vocab_size=368",
+        "model.context_length=48", "model.vocab_size=368", "data.document_mask=true",
     )  # fmt: skip
+
+
+def test_the_mask_of_conversations_cannot_be_switched_off(chat):
+    assert compose_config("model=tiny", "data=chat", *chat[1:6], "run.device=cpu").data.document_mask
+    with pytest.raises(ConfigError, match="=false has no effect on data.source=chat.*mask=true$"):
+        config(*chat, "data.document_mask=false")
+    with pytest.raises(ConfigError, match="use smaller heads$"):
+        config(*chat, "model.qk_nope_head_dim=512")
 
 
 def test_twenty_steps_by_the_command_line_learn_the_answers(tmp_path, chat):

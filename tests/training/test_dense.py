@@ -2,8 +2,8 @@
 
 import pytest
 
-from graphmoe.bench.jobs import compose_config, composed
-from graphmoe.command.hydra import to_config
+from graphmoe.command.hydra import compose_config, to_config
+from graphmoe.command.words import composed
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.plan.plan import plan_of

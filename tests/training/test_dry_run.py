@@ -16,6 +16,7 @@ from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.fp8_mlp import mlp, mlp_gradients
 from graphmoe.plan import layout as layouts
+from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import make_dispatcher
@@ -269,16 +270,18 @@ def test_the_default_batch_grows_with_the_layout_and_no_other_does():
         assert config("train.global_batch_size=16", *words.split()).train.global_batch_size == batch, words
 
 
-def test_balanced_rows_are_the_most_that_a_balanced_routing_sends():
+def test_rows_are_divided_evenly_among_ranks():
+    layout, loads = Layout(dp=16, ep=4, etp=2), (Load(256, 256), Load(494, 768))
     with fake_process_group(16, 0):
-        few, many = (BalancedAllToAll(Mesh(Layout(dp=16, ep=4, etp=2)), 8, 64, top_k) for top_k in (2, 6))
-    assert (few.rows_P, few.expert_rows, many.rows_P, many.expert_rows) == ([32] * 8, 256, [64] * 8, 768)
+        few, many = (BalancedAllToAll(Mesh(layout), 8, load) for load in loads)
+    assert (few.rows_P, many.rows_P, many.expert_rows) == ([32] * 8, [62] * 6 + [61] * 2, 768)
 
 
 def test_rows_of_uneven_shares_fit_their_plan_both_ways():
     for num_experts, ep in ((n, ep) for n in (384, 256, 160, 128) for ep in divisors(n, most=64)):
         with fake_process_group(ep, 0):
-            dispatcher = BalancedAllToAll(Mesh(Layout(dp=ep, ep=ep)), num_experts, num_tokens=100, top_k=8)
+            layout, load = Layout(dp=ep, ep=ep), Load(100 * min(8, ep), 800)
+            dispatcher = BalancedAllToAll(Mesh(layout), num_experts, load)
             with FakeTensorMode(allow_fallback_kernels=False):
                 h, experts = torch.empty(100, 4, requires_grad=True), torch.empty(100, 8, dtype=torch.int64)
                 plan = send_plan(experts, num_experts, ep, 1)

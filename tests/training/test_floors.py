@@ -17,9 +17,9 @@ MOE = ["attn", "moe_router", "moe_preprocess", "moe_dispatch", "shared_experts",
 KINDS = [["embed"], ["attn", "mlp"], MOE, ["loss"], ["optimizer"]]
 
 
-def floors(*words, batch=16, ranks=1, rank=0, device="NVIDIA H200"):
+def floors(*words, batch=16, ranks=1, rank=0, device="NVIDIA H200", **changes):
     run = config(*WORDS, *words)
-    run.model = replace(load_preset("deepseek_v2_lite"), num_layers=6)
+    run.model = replace(load_preset("deepseek_v2_lite"), num_layers=6, **changes)
     run.train.global_batch_size, run.data.seq_len = batch, 4096
     return floors_of(plan_of(run, ranks), rank, device)
 
@@ -39,6 +39,22 @@ def test_a_step_has_the_floors_of_all_its_micro_batches():
     assert num_tflop / 790e-3 < of_matrices - 0.8 * update["optimizer"][0] < 1.15 * num_tflop / 790e-3
     more = floors(batch=32)
     assert more[2]["moe_experts"][0] == pytest.approx(2 * forward) and more[4] == update
+
+
+def test_frozen_weights_have_no_wgrad_and_adapters_their_own():
+    embed, dense, moe, loss, update = floors()
+    adapted = floors(lora_rank=16, lora_targets=["attention", "experts"])
+    fused = floors(lora_rank=16, lora_targets=["attention"])
+    for found in (adapted, fused):
+        assert [[*kind] for kind in found] == KINDS
+        assert found[0]["embed"][1:] == (0, 0) and found[1]["mlp"][2] == found[2]["shared_experts"][2] == 0
+        assert found[2]["moe_router"][2] == 0 and 0 < found[2]["attn"][2] < 0.25 * moe["attn"][2]
+        assert found[3]["loss"][0] == pytest.approx(2 / 3 * loss["loss"][0], rel=0.01)
+        assert found[4]["optimizer"][0] < 0.1 * update["optimizer"][0]
+    assert fused[2]["moe_experts"] == (*moe["moe_experts"][:2], 0)
+    assert 0 < adapted[2]["moe_experts"][2] < 0.3 * moe["moe_experts"][2]
+    assert adapted[2]["moe_experts"][0] > moe["moe_experts"][0]
+    assert dense["mlp"][2] > 0 and embed["embed"][2] > 0
 
 
 def test_fp8_and_other_cards_have_floors_of_their_own():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphmoe.bench.jobs import compose_config
+from graphmoe.command.hydra import compose_config
 from graphmoe.config.choices import LORA_TARGETS
 from graphmoe.config.schema import ConfigError
 from graphmoe.info import describe

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from graphmoe import save_hf, train
 from graphmoe.checkpoint.store import CheckpointStore
@@ -31,6 +32,7 @@ from graphmoe.training import executor as execution
 from graphmoe.training import run as training
 from graphmoe.training.dry_run import dry_run
 from graphmoe.training.executor import chosen_experts, mlp_shape, refuse_waiting_experts
+from graphmoe.training.export import write_folder
 from graphmoe.training.start_checks import check_memory, check_start, least_bytes, state_of_places
 from tests.command.test_convert import CONFIG, assert_same_weights, random_model
 from tests.damage import flip_bit
@@ -53,6 +55,30 @@ def refusal(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         check_start(config(*words))
     return str(caught.value)
+
+
+def test_a_continued_run_replaces_only_the_export_that_it_named(first, tmp_path):
+    run, own, other = tmp_path / "run", tmp_path / "own", tmp_path / "other"
+    plain = "model.selection_bias=false"  # which a family has
+    shutil.copytree(first, run)
+    stored = yaml.safe_load((run / "resolved.yaml").read_text())
+    stored["checkpoint"]["export"] = str(own)
+    (run / "resolved.yaml").write_text(yaml.safe_dump(stored))
+    for folder in (own, other):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    check_start(config(f"checkpoint.export={own}", plain), run)
+    with pytest.raises(ConfigError, match="other is not empty; use a new folder or an empty one"):
+        check_start(config(f"checkpoint.export={other}", plain), run)
+
+
+def test_an_export_says_that_it_advances_for_each_tensor(tmp_path):
+    trainer, notes = train_in(tmp_path / "run", "model.selection_bias=false"), []
+    files = write_folder(
+        trainer.plan, tmp_path / "out", trainer.optimizer, trainer.ranks, on_tensor=lambda: notes.append(1)
+    )
+    (weights,) = (path for path in files if path.suffix == ".safetensors")
+    assert len(notes) == len(load_file(weights)) + 1  # and the file
 
 
 REFUSED = {

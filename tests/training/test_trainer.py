@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from graphmoe.bench.jobs import compose_config
+from graphmoe.command.hydra import compose_config
 from graphmoe.config.masking import to_plain
 from graphmoe.data import first_batches
 from graphmoe.data.tokenizer import load_tokenizer

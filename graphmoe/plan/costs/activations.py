@@ -14,7 +14,7 @@ from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.plan.attention import Latents, is_linear, norms_heads
 from graphmoe.plan.costs.rates import ROWWISE, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import is_moe
+from graphmoe.plan.experts import adapts, is_moe
 from graphmoe.plan.pipeline.layouts import StagePieces, normalises
 from graphmoe.plan.recompute import Recompute
 
@@ -38,7 +38,10 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
     """Return a stage's saved bytes of a micro-batch by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
     model, found = sizes.model, dict[str, Bytes]()
     if pieces.embed:
-        found["embed"] = _sum(_embed(sizes))
+        # frozen weights before the first layer's adapters need no backward, so only a recomputation reads it
+        again = recompute.covers("attn", 0) or "layernorm" in recompute.parts_of(0)
+        is_read = not model.lora_rank or again
+        found["embed"] = _sum(_embed(sizes)) if is_read else Counter()
     elif len(pieces.layers) or pieces.loss or len(pieces.mtp):
         found[RECEIVED] = Counter({RECEIVED: _carried(sizes, pieces)})
     like: dict[tuple[bool, ...], Bytes] = {}
@@ -111,6 +114,8 @@ def _read(
     sizes: Sizes, name: str, rows: int, width: int, made: Iterable[float], part: str = "", fp8_part: str = ""
 ) -> Iterator[Kept]:
     """Yield the saved input [rows, width] of a segment's GEMMs; ``made``: their output widths."""
+    if sizes.model.lora_rank and not adapts(sizes.model, name):
+        return  # frozen
     in_fp8 = [name in sizes.fp8 and fits_fp8(width, columns) for columns in made]
     # fp8 GEMMs save it quantized with a scale per row, bf16 GEMMs as it is
     if any(in_fp8):
@@ -119,11 +124,19 @@ def _read(
         yield Kept(name, sizes.element_bytes * rows * width, part=part)
 
 
+def _adapters(sizes: Sizes, name: str, count: int, part: str = "") -> Iterator[Kept]:
+    if adapts(sizes.model, name):  # outputs of A
+        yield Kept(name, sizes.element_bytes * sizes.gathered * sizes.model.lora_rank * count, part=part)
+
+
 def _attn(sizes: Sizes, next_segment: str, normed: bool) -> Iterator[Kept]:
     tokens, e, d, tp = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size, sizes.layout.tp
     latents, own = sizes.attention.latents, sizes.attention.kept or 0
     yield Kept("attn", 4 * tokens, part="layernorm")
     yield Kept("attn", e * sizes.gathered * own // tp)
+    num_up = len(sizes.attention.up)
+    yield from _adapters(sizes, "attn", len(sizes.attention.weights) - num_up)
+    yield from _adapters(sizes, "attn", num_up, "mla_up_proj")
     of_input = [each for each in sizes.attention.weights[:-1] if each.rows == d]
     if latents or tp == 1:  # with latents, tp ranks gather those instead of the input
         made = [each.columns for each in of_input if tp == 1 or each.name not in sizes.attention.up]
@@ -218,6 +231,7 @@ def _swiglu(sizes: Sizes, name: str, inner: int) -> Iterator[Kept]:
         yield from _read(sizes, name, rows, d, [2 * own], name, name)
     yield Kept(name, sizes.element_bytes * rows * 2 * own, part=name)
     yield from _read(sizes, name, rows, own, [d], name, name)
+    yield from _adapters(sizes, name, 2, name)
 
 
 def _router(sizes: Sizes, dispatched: bool, shared_again: bool) -> Iterator[Kept]:
@@ -227,18 +241,21 @@ def _router(sizes: Sizes, dispatched: bool, shared_again: bool) -> Iterator[Kept
     reads = (not dispatched and "experts" not in sizes.fp8 and not model.input_scaling) or (
         model.shared_ffn_size and not (_shares_in_fp8(sizes) and not (dispatched and shared_again))
     )
-    reads = reads or model.shared_gate
-    if (not dispatched or model.shared_ffn_size) and (reads or sizes.element_bytes == 4):
+    reads = reads or model.shared_gate or sizes.element_bytes == 4
+    if model.lora_rank:
+        reads = adapts(model, "shared_experts") and sizes.layout.tp == 1 or dispatched and shared_again
+    if (not dispatched or model.shared_ffn_size) and reads:
         # dispatched tokens are an output of their unit: saved, whatever is recomputed
         yield Kept("moe_router", sizes.state, readers, "" if dispatched else "layernorm")
     if model.input_scaling and not dispatched:
         in_8_bits = "experts" in sizes.fp8  # kept by the experts
         yield Kept("moe_router", 4 * tokens + (0 if in_8_bits else sizes.state), ("moe_experts",))
     if sizes.element_bytes != 4:
-        yield Kept("moe_router", 4 * tokens * model.hidden_size, part="layernorm")
+        if not model.lora_rank:
+            yield Kept("moe_router", 4 * tokens * model.hidden_size, part="layernorm")
         yield Kept("moe_router", 4 * model.num_experts * model.hidden_size)
     yield Kept("moe_router", 4 * tokens * (model.num_experts + model.top_k))
-    if not dispatched:
+    if not dispatched and not adapts(model, "moe_experts"):
         yield Kept("moe_router", 4 * tokens * model.top_k, ("moe_experts",))
     plan = 8 * tokens * model.top_k * (sizes.layout.etp if dispatched else 1)
     yield Kept("moe_preprocess", plan, ("moe_combine",) if dispatched else ("moe_experts",))
@@ -268,7 +285,14 @@ def _shared(sizes: Sizes, dispatched: bool) -> Iterator[Kept]:
 def _experts(sizes: Sizes) -> Iterator[Kept]:
     slots = sizes.tokens * sizes.model.top_k
     # gate and up only: the activation is always recomputed
-    yield Kept("moe_experts", slots * _gate_up_bytes(sizes, sizes.model.expert_ffn_size))
+    yield Kept("moe_experts", slots * _slot_bytes(sizes, sizes.model.expert_ffn_size))
+
+
+def _slot_bytes(sizes: Sizes, inner: int) -> int:
+    if not adapts(model := sizes.model, "moe_experts"):
+        return _gate_up_bytes(sizes, inner)
+    # steps of their own: gathered row, gate and up, activation, two outputs of A; routing weight
+    return sizes.element_bytes * (model.hidden_size + 3 * inner + 2 * model.lora_rank) + 4
 
 
 def _gate_up_bytes(sizes: Sizes, inner: int) -> int:
@@ -281,8 +305,11 @@ def _dispatched(sizes: Sizes, again: bool) -> Iterator[Kept]:
     model, (rows, slots) = sizes.model, sizes.room
     e, k, inner = sizes.element_bytes, model.top_k, model.expert_ffn_size // sizes.layout.etp
     in_fp8 = "experts" in sizes.fp8
-    arrived = 0 if in_fp8 and not again else e * rows * model.hidden_size
-    yield Kept("moe_dispatch", arrived + 4 * rows * k)
+    # with frozen experts only a fused op outside of graphs saves it
+    is_frozen = model.lora_rank > 0 and (sizes.is_planned or adapts(model, "moe_experts"))
+    arrived = 0 if (in_fp8 or is_frozen) and not again else e * rows * model.hidden_size
+    weights = 0 if adapts(model, "moe_experts") and not again else 4 * rows * k
+    yield Kept("moe_dispatch", arrived + weights)
     if in_fp8:
         yield Kept("moe_experts", rows * (model.hidden_size + ROWWISE.scale_bytes))
     if sizes.is_planned:
@@ -290,7 +317,7 @@ def _dispatched(sizes: Sizes, again: bool) -> Iterator[Kept]:
     else:
         # if the host counts rows, the experts build the plan from the rows' expert numbers
         yield Kept("moe_dispatch" if again else "moe_experts", 4 * rows * k)
-    yield Kept("moe_experts", slots * _gate_up_bytes(sizes, inner))
+    yield Kept("moe_experts", slots * _slot_bytes(sizes, inner))
     if sizes.keeps_replicas:
         yield Kept("moe_experts", sizes.replica_slots * sizes.expert_elements * e)
 
@@ -302,6 +329,9 @@ def _embed(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _join(sizes: Sizes) -> Iterator[Kept]:
+    if sizes.model.lora_rank:  # of frozen weights, the norm of the state needs its input
+        yield Kept("embed", sizes.state + 4 * sizes.tokens)
+        return
     yield from _embed(sizes)
     yield Kept("embed", 3 * sizes.state + 8 * sizes.tokens)
 
@@ -322,7 +352,8 @@ def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
         of_depth = e * sizes.tokens * model.hidden_size + of_head
     else:
         logits = 4 * sizes.gathered * model.vocab_size // tp
-        of_depth = e * sizes.gathered * model.hidden_size + logits + 22 * sizes.gathered
+        of_input = 0 if model.lora_rank else e * sizes.gathered * model.hidden_size
+        of_depth = of_input + logits + 22 * sizes.gathered
     found["loss"] += of_depth * (depths + 1)
     return found
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -17,7 +17,7 @@ from graphmoe.plan.attention import (
 )
 from graphmoe.plan.costs.rates import FP8, FP32, ROWWISE, Fp8Dense, Product, Sides, Speeds, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import SLACK, balanced_load
+from graphmoe.plan.experts import SLACK, adapts, balanced_load
 from graphmoe.plan.layout import Axis
 
 # of alltoall in an exchange, on average: counts, rows, weights and numbers there; rows back; two gradients
@@ -57,8 +57,8 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
 
     def timed(names: Collection[str]) -> Product:
         own, cut = ([before[name] for name in names if (name in in_fp8) is whole] for whole in (True, False))
-        both = speeds.dense(sizes.gathered, own, fp8), speeds.dense(sizes.gathered, cut)
-        return Product(*map(sum, zip(*both, strict=True)))
+        both = dense(sizes, speeds, "attn", own, fp8), dense(sizes, speeds, "attn", cut)
+        return joined(*both)
 
     flops = sizes.tokens * attention_scores(sizes.model, sizes.seq_len)
     # states of all sequences and heads are computed beside each other, each along its sequence
@@ -72,12 +72,43 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
         timed(before),
         timed([name for name in before if name in facts.up]),
         scores,
-        speeds.dense(sizes.gathered, [(last.rows / tp, last.columns)], fp8),
+        dense(sizes, speeds, "attn", [(last.rows / tp, last.columns)], fp8),
         _latents_gathered(sizes, speeds) if facts.latents else _input_gathered(sizes, speeds),
         along_tp(sizes, speeds),
         _heads_exchanged(sizes, speeds),
         _ring(sizes, speeds, scores),
     )
+
+
+def joined(*products: Product) -> Product:
+    return Product(*map(sum, zip(*products, strict=True)))
+
+
+def dense(
+    sizes: Sizes, speeds: Speeds, segment: str, matrices: Sequence[Sides], fp8: Fp8Dense | None = None
+) -> Product:
+    """Return the seconds of a segment's GEMMs on all tokens; frozen ones have no wgrad, but adapters."""
+    rows = sizes.gathered
+    return adapted(sizes, speeds, segment, speeds.dense(rows, matrices, fp8), rows, matrices)
+
+
+def adapted(
+    sizes: Sizes, speeds: Speeds, segment: str, whole: Product, rows: float, matrices: Iterable[Sides],
+    count: int = 1,
+) -> Product:  # fmt: skip
+    """Return GEMMs' seconds without the wgrad of frozen weights, with those of LoRA's adapters.
+
+    Adapters are bound by memory. Forward: x is read, B's output written, and added to the matrix's; dgrad: dy
+    is read, A's gradient written, and added; wgrad reads x and dy. ``count``: adapters of each matrix.
+    """
+    if not sizes.model.lora_rank:
+        return whole
+    found = [whole._replace(weights=0.0)]
+    for inputs, outputs in matrices if adapts(sizes.model, segment) else ():
+        x_s, y_s = (sizes.element_bytes * rows * width / speeds.hbm for width in (inputs, outputs))
+        stored = speeds.stored(count * sizes.model.lora_rank * (inputs + outputs))
+        found.append(Product(x_s + 4 * y_s, 4 * x_s + y_s, x_s + y_s + stored))
+    return joined(*found)
 
 
 def _input_gathered(sizes: Sizes, speeds: Speeds) -> float:
@@ -97,7 +128,7 @@ def swiglu(sizes: Sizes, speeds: Speeds, name: str) -> tuple[Product, Product]:
     inner, fp8 = dense_ffn_size(sizes.model, name), fp8_dense(sizes, name)
     width, own = sizes.model.hidden_size, inner / sizes.layout.tp
     gate_up, down = (width, 2 * inner / sizes.layout.tp), (own, width)
-    return speeds.dense(sizes.gathered, [gate_up], fp8), speeds.dense(sizes.gathered, [down], fp8)
+    return dense(sizes, speeds, name, [gate_up], fp8), dense(sizes, speeds, name, [down], fp8)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,7 +136,7 @@ def gate(sizes: Sizes, speeds: Speeds) -> Product:
     model = sizes.model
     flops = 2 * sizes.tokens * model.hidden_size * model.num_experts
     seconds = speeds.seconds(flops, "router", model.num_experts, sizes.tokens)
-    return Product(seconds, seconds, seconds)
+    return Product(seconds, seconds, 0.0 if model.lora_rank else seconds)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,7 +152,9 @@ def experts(sizes: Sizes, speeds: Speeds) -> Product:
     if eight:
         rows = balanced_load(model, sizes.layout, sizes.tokens).rows
         forward += speeds.quantised(rows * model.hidden_size, sizes.element_bytes)
-    return Product(forward, forward, weights)
+    matrices = [(model.hidden_size, 2 * inner), (inner, model.hidden_size)]
+    rows, owned = sizes.tokens * model.top_k, model.num_experts // sizes.layout.ep
+    return adapted(sizes, speeds, "moe_experts", Product(forward, forward, weights), rows, matrices, owned)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,8 +12,10 @@ from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, layer_activations
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import (
+    adapted,
     along_tp,
     attention_parts,
+    dense,
     dense_ffn_size,
     dispatched_bytes,
     exchange,
@@ -26,7 +28,7 @@ from graphmoe.plan.costs.layer_parts import (
 )
 from graphmoe.plan.costs.rates import FP32, Product, Speeds, default_rates
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import is_moe
+from graphmoe.plan.experts import adapts_experts, is_moe
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.recompute import Recompute
@@ -83,10 +85,11 @@ def times_of_layers(
 def _times_of_layer(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> list[SegmentTime]:
     # each tensor is written in bf16 too, before it is rounded
     kept = layer_activations(sizes.plain, Recompute(), index)
+    of_steps = layer_activations(sizes, Recompute(), index)["moe_experts"] * adapts_experts(sizes.model)
     sizes = sizes.of_layer(index)
     again = second_forward(sizes, speeds, recompute, index) if recompute else {}
     if is_moe(sizes.model, index):
-        times = [*_moe(sizes, speeds, kept)]
+        times = [*_moe(sizes, speeds, kept, of_steps)]
     else:
         times = [_attention(sizes, speeds, kept), _mlp("mlp", sizes, speeds, kept)]
     return [
@@ -121,12 +124,13 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
     d, vocabulary = model.hidden_size, model.vocab_size
     # the forward computes both gradients, the backward scales them
     if tp == 1:
-        flops = 3 * 2 * sizes.tokens * d * vocabulary
+        is_frozen = model.lora_rank > 0
+        flops = (3 - is_frozen) * 2 * sizes.tokens * d * vocabulary
         forward = speeds.seconds(flops, "head", d, sizes.tokens) + 2 * sizes.state / speeds.hbm
-        scaled = speeds.stored(d * vocabulary) + 3 * sizes.state / speeds.hbm
+        scaled = speeds.stored(d * vocabulary) * (not is_frozen) + 3 * sizes.state / speeds.hbm
         return SegmentTime("loss", forward, scaled).scaled(depths)
     # with tp, logits are written and read several times
-    product = speeds.dense(sizes.gathered, [(d, vocabulary / tp)])
+    product = dense(sizes, speeds, "loss", [(d, vocabulary / tp)])
     moved = 4 * sizes.element_bytes * sizes.gathered * vocabulary / tp / speeds.hbm
     gather = along_tp(sizes, speeds)
     once = SegmentTime(
@@ -138,7 +142,7 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
 @functools.lru_cache(maxsize=1024)
 def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
     d = sizes.model.hidden_size
-    product = speeds.dense(sizes.tokens, [(2 * d, d)])
+    product = adapted(sizes, speeds, "embed", speeds.dense(sizes.tokens, [(2 * d, d)]), sizes.tokens, ())
     return SegmentTime(
         "embed", product.forward + 4 * sizes.state / speeds.hbm, product.inputs, product.weights
     )
@@ -149,6 +153,8 @@ def embed_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
     model, tp = sizes.model, sizes.layout.tp
     moved = 2 * sizes.state / speeds.hbm
     gather = along_tp(sizes, speeds)
+    if model.lora_rank:
+        return SegmentTime("embed", moved + gather, exchange=gather)
     # the whole gradient is written in fp32 and read once
     gradient = speeds.stored(model.vocab_size * model.hidden_size / tp)
     return SegmentTime("embed", moved + gather, gather, 2 * moved + gradient, 2 * gather)
@@ -165,7 +171,7 @@ def _mlp(name: str, sizes: Sizes, speeds: Speeds, kept: Bytes) -> SegmentTime:
     return _segment(name, swiglu(sizes, speeds, name), kept[name], (exchange, exchange), speeds)
 
 
-def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes) -> Iterator[SegmentTime]:
+def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes, of_steps: float) -> Iterator[SegmentTime]:
     model, none, rates = sizes.model, (0.0, 0.0), speeds.rates
     yield _attention(sizes, speeds, kept)
     yield _segment("moe_router", [gate(sizes, speeds)], kept["moe_router"], none, speeds)
@@ -191,7 +197,8 @@ def _moe(sizes: Sizes, speeds: Speeds, kept: Bytes) -> Iterator[SegmentTime]:
     home = shown * speeds.pass_on(sizes.expert_elements * FP32, in_node=True) + (2 - sent_with) * barrier
     pulled, home = has_replicas * pulled, has_replicas * home
     again = 0.0 if sizes.keeps_replicas else pulled
-    of_experts = _segment("moe_experts", [products], 0, (pulled, again), speeds)
+    # rates of the fused op include what it moves, unlike steps of experts with adapters
+    of_experts = _segment("moe_experts", [products], of_steps, (pulled, again), speeds)
     yield replace(of_experts, weights=of_experts.weights + home)
     yield _segment("moe_combine", [], arriving + 2 * sizes.state, (sums, dispatch_s), speeds)
 

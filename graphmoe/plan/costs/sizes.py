@@ -24,12 +24,12 @@ from graphmoe.config.schema import (
 from graphmoe.plan.attention import AttentionFacts, attention_facts, is_hybrid, is_linear, model_of_layer
 from graphmoe.plan.experts import (
     Load,
-    adapts_experts,
     arrivals_of,
     blocks_of,
     dispatcher_facts,
     experts_of,
     routed_tokens,
+    sent_load,
     transport_of,
 )
 from graphmoe.plan.layout import Layout
@@ -85,8 +85,8 @@ class Sizes:
             room = arrivals.room()
             if dispatcher_facts(choice).buffer:  # holds all tokens of all ranks, so only slots are limited
                 room = room._replace(rows=layout.size("ep_etp") * tokens)
-        else:  # balanced routing that spreads each token over as many ranks as it can, as in a dry run
-            room = Load(tokens * min(model.top_k, layout.ep) * layout.etp, tokens * model.top_k * layout.etp)
+        else:  # no capacity; as in a dry run
+            room = sent_load(config.moe, model, layout, tokens)
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
             block, rows = blocks_of(arrivals.balanced, room, layout.size("ep_etp"), arrivals.exact_of)
             room = room._replace(rows=rows)
@@ -117,8 +117,11 @@ class Sizes:
 
     @functools.cached_property
     def plain(self) -> Sizes:
+        """Sizes without fp8 and LoRA."""
         none: frozenset[Any] = frozenset()
-        return replace(self, fp8=none, fp8_skips=none, fp8_rows=False) if self.fp8 else self
+        if not (self.fp8 or self.model.lora_rank):
+            return self
+        return replace(self, fp8=none, fp8_skips=none, fp8_rows=False, model=replace(self.model, lora_rank=0))
 
     @property
     def expert_elements(self) -> int:
@@ -190,8 +193,8 @@ def overlaps(config: RunConfig, layout: Layout) -> bool:
     )
 
 
-def refuse_unknown(config: RunConfig, *, times: bool = False) -> None:
-    """Raise ConfigError for settings whose memory, or with ``times`` rates, are unknown to the estimates."""
+def refuse_unknown(config: RunConfig) -> None:
+    """Raise ConfigError for settings whose memory or rates are unknown to the estimates."""
     problems, recipe = [], config.precision.fp8
     unknown = [name for name, each in FORMATS.items() if each.rates == "unknown"]
     if recipe in unknown:
@@ -199,10 +202,6 @@ def refuse_unknown(config: RunConfig, *, times: bool = False) -> None:
         problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
     if config.parallel.dp_shard is DpShard.fsdp2:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
-    if adapts_experts(config.model):
-        problems.append("model.lora_targets with experts saves what separate steps save; leave experts out")
-    if times and config.model.lora_rank:
-        problems.append("times count the wgrad of all weights; use model.lora_rank=0")
     if not config.compile.enabled:
         problems.append("compile.enabled=false saves what autograd chooses; use compile.enabled=true")
     if attention_facts(config.model).kept is None:

@@ -113,19 +113,18 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
     if config.data.document_mask and (largest := max(facts.head, facts.value)) > MAX_MASKED_HEAD:
         yield (
             f"data.document_mask=true has kernels for heads up to {MAX_MASKED_HEAD}, and those of the model "
-            f"have {largest} elements; use smaller heads, or data.document_mask=false"
+            f"have {largest} elements; use smaller heads{_or_unmasked(config)}"
         )
     of_fla = is_hybrid(config.model) and config.model.delta_net_backend is DeltaNetBackend.fla
     if config.data.document_mask and of_fla:
         yield (
             "model.delta_net_backend=fla counts the chunks of documents on the host, and is refused with "
-            "data.document_mask=true; use model.delta_net_backend=auto or triton, or data.document_mask=false"
+            f"data.document_mask=true; use model.delta_net_backend=auto or triton{_or_unmasked(config)}"
         )
     if config.data.document_mask and not facts.documents:
         yield (
             f"data.document_mask=true gives attention first_BS, but the facts of model.attention={kind} do "
-            f"not set documents; use model.attention={' or '.join(ATTENTIONS.names)}, or "
-            f"data.document_mask=false"
+            f"not set documents; use model.attention={' or '.join(ATTENTIONS.names)}{_or_unmasked(config)}"
         )
 
 
@@ -144,8 +143,12 @@ def layer_rules(config: RunConfig) -> Iterator[str]:
     if not look_up({}, name, "model.layer", bool, "documents"):
         yield (
             f"data.document_mask=true gives attention first_BS, but model.layer={name} does not set "
-            f"documents; use model.layer={' or '.join(LAYERS.names)}, or data.document_mask=false"
+            f"documents; use model.layer={' or '.join(LAYERS.names)}{_or_unmasked(config)}"
         )
+
+
+def _or_unmasked(config: RunConfig) -> str:
+    return "" if config.data.source_facts.marks else ", or data.document_mask=false"
 
 
 def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:

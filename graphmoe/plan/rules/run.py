@@ -61,6 +61,11 @@ def data_rules(config: RunConfig) -> Iterator[str]:
     if data.source == "chat" and bool(data.paths) == (data.hf_name is not None):
         given = "both are" if data.paths else "neither is"
         yield f"data.source=chat takes data.paths or data.hf_name, and {given} set; set one of them"
+    if data.source_facts.marks and not data.document_mask:
+        yield (
+            f"data.document_mask=false has no effect on data.source={data.source}, whose documents are "
+            f"always apart; use data.document_mask=true"
+        )
     end_key = data.source_facts.end_key
     if data.document_mask and end_key and getattr(data, end_key) is None:
         yield (

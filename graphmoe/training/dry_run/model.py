@@ -16,6 +16,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan.experts import Load, sent_load
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.compile.code import Compiled
 from graphmoe.runtime.compile.cut import RecomputedSegments, said_of
@@ -56,7 +57,9 @@ def fake_build(plan: Plan, mesh: Mesh) -> tuple[Transformer, Optimizer]:
     """
     model, dispatcher = plan.model, make_dispatcher(plan, mesh)
     if isinstance(dispatcher, AllToAll):
-        dispatcher = BalancedAllToAll(mesh, model.num_experts, plan.tokens, model.top_k)
+        dispatcher = BalancedAllToAll(
+            mesh, model.num_experts, sent_load(plan.moe, model, plan.layout, plan.tokens)
+        )
     # the tokens have no data, so any end token serves
     built, optimizer = build(plan, torch.device("cpu"), mesh, dispatcher, has_values=False, end_token=0)
     assert isinstance(optimizer, Optimizer)
@@ -150,19 +153,19 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 class BalancedAllToAll(AllToAll):
-    """`AllToAll` for a balanced routing that sends most rows: a token's experts are on distinct ranks.
+    """`AllToAll` for a balanced routing, which sends each rank as many rows.
 
     ``rows_P``: rows sent to, and received from, each rank of ``ep_etp``; ``expert_rows``: rows of this rank's
     experts.
     """
 
-    def __init__(self, mesh: Mesh, num_experts: int, num_tokens: int, top_k: int) -> None:
+    def __init__(self, mesh: Mesh, num_experts: int, load: Load) -> None:
         super().__init__(mesh, num_experts)
         layout = mesh.layout
         # Their sum is exact: a plan has no capacity for rows added by rounding up.
-        each, more = divmod(num_tokens * min(top_k, layout.ep), layout.ep)
+        each, more = divmod(load.rows // layout.etp, layout.ep)
         self.rows_P = [each + (block < more) for block in range(layout.ep) for _ in range(layout.etp)]
-        self.expert_rows = num_tokens * top_k * layout.etp
+        self.expert_rows = load.slots
 
     def _on_host(self, counts: Tensor) -> Any:
         return self.rows_P if counts.dim() == 1 else [self.rows_P] * len(counts)

@@ -77,6 +77,19 @@ CASES: dict[str, Sequence[str]] = {
     "8 bits, tp": (FP8, TWO, "parallel.tp=2"), "8 bits, a ring": (FP8, *RING), "8 bits, ep": (FP8, *SYMM),
     "8 bits, ep, every layer again": (FP8, *SYMM, "recompute.all=true"),
 }  # fmt: skip
+ADAPTED = ("model.lora_rank=8", "model.lora_targets=[attention,mlp,shared_experts,experts]")
+FUSED = ("model.lora_rank=8", "model.lora_targets=[attention]")
+PARTS = "recompute.ops=[layernorm,core_attn,mla_up_proj,mlp,shared_experts]"
+CASES |= {
+    "adapters": ADAPTED, "adapters of attention": FUSED, "adapters, parts again": (*ADAPTED, PARTS),
+    "adapters, latent queries": (*LATENT, *ADAPTED),
+    "adapters, prediction": (*GQA, *FUSED, "model.mtp_depth=1"),
+    "adapters, tp": (*GQA, *ADAPTED[:1], TWO, "parallel.tp=2"), "adapters, ep": (*GQA, *SYMM, *ADAPTED),
+    "adapters, ep, again": (*GQA, *SYMM, *ADAPTED, "recompute.all=true"),
+    "adapters of attention, ep": (*GQA, *SYMM, *FUSED),
+    "adapters of attention, ep, alltoall": (*GQA, TWO, "parallel.ep=2", "moe.dispatcher=alltoall", *FUSED),
+    "adapters, ep, alltoall": (*GQA, TWO, "parallel.ep=2", "moe.dispatcher=alltoall", *ADAPTED),
+}  # fmt: skip
 CASES["a state, a window of all keys"] = HYBRID
 CASES["a state, in 8 bits"] = (FP8, *HYBRID)
 CASES["a state, tp"] = (*HYBRID, TWO, "parallel.tp=2")
@@ -99,7 +112,10 @@ class EndOfForward(MemoryLog):
         super().saw(result, phase, segment)
 
 
-@pytest.mark.parametrize("words", slow_but(CASES, "latent queries", "ep, every layer again", "8 bits, ep"))
+FAST = ("latent queries", "ep, every layer again", "8 bits, ep", "adapters, ep")
+
+
+@pytest.mark.parametrize("words", slow_but(CASES, *FAST))
 def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     run = config(*MODEL, *words)
     monkeypatch.setattr(dry, "MemoryLog", EndOfForward)

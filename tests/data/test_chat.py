@@ -270,4 +270,4 @@ def test_inputs_that_are_missing_are_named_before_a_run(folder, tmp_path):
     assert "data.chat_template=no is not a file" in template and "use files in .jsonl, .parquet" in paths
     (few,) = missing_inputs(DataConfig("chat", tokenizer=str(folder)), 9)
     count = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    assert config.document_mask and f"has {count} ids, more than model.vocab_size=9; use model.vo" in few
+    assert f"has {count} ids, more than model.vocab_size=9; use model.vo" in few

@@ -80,7 +80,7 @@ def test_other_columns_and_sets_are_named(opened, tmp_path):
 
 
 def test_a_run_reads_files_or_a_dataset():
-    words = "data.source=chat", "data.tokenizer=t"
+    words = "data.source=chat", "data.document_mask=true", "data.tokenizer=t"
     with pytest.raises(ConfigError, match="takes data.paths or data.hf_name, and neither is set"):
         check(undecided_config(*words))
     with pytest.raises(ConfigError, match="and both are set; set one of them"):

@@ -88,7 +88,9 @@ def describe(plan: Plan) -> dict[str, Any]:
 
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
     optim, dp_shard = plan.optim, plan.parallel.dp_shard
-    state = functools.partial(state_bytes, model, bucket_mb=optim.bucket_mb, kept=kept_of(optim))
+    state = functools.partial(
+        state_bytes, model, bucket_mb=optim.bucket_mb, kept=kept_of(optim), grad_shard=optim.grad_shard
+    )
     names = {**KINDS, "moments": f"moments_{optim.moment_dtype}"}
     of_places = [
         _whole_bytes(state(layout, stages, dp_shard=dp_shard), names)

@@ -161,6 +161,8 @@ class OptimConfig:
     """Master weights of bf16 weights: fp32, or bf16 (none: the weights are rounded stochastically)."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
     """fp32 gradient reduction bucket in MB, > 0."""
+    grad_shard: bool = False
+    """Reduce gradients after each micro-batch to shards (ZeRO-2), without whole ones (docs/parallel.md)."""
 
     def decay_steps(self, total_steps: int) -> range:
         """Return the steps, from 0, in which the learning rate decays."""

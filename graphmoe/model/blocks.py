@@ -6,6 +6,7 @@ of the vocabulary, D hidden.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -189,6 +190,15 @@ def tie_head(model: nn.Module) -> None:
     model.register_state_dict_post_hook(_leave_head_out)
     model.register_load_state_dict_pre_hook(_load_head_with_embedding)
     model.register_load_state_dict_post_hook(_share_weight)
+
+
+def mark_shared(model: nn.Module, layout: Layout) -> None:
+    """Mark embedding and head, which several segments read; stages sum the embedding's gradients."""
+    for name, weight in model.named_parameters():
+        if name in (EMBEDDING, HEAD):
+            parallel = replace(layout_of(weight), is_shared=True)
+            over_stages = name == EMBEDDING and len(layout.embed_on) > 1
+            weight.parallel = replace(parallel, summed_over="embed") if over_stages else parallel  # type: ignore[attr-defined]
 
 
 def _share_weight(model: nn.Module, incompatible_keys: Any = None) -> None:

@@ -19,8 +19,9 @@ from graphmoe.plan.attention import is_hybrid, is_linear, model_of_layer
 from graphmoe.plan.buckets import ALIGNMENT, BufferLayout, Kept, Matrices, matrices_of
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.experts import is_moe, moe_layers
-from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
+from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of, ranks_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
+from graphmoe.plan.slots import Slots, gradient_slots
 
 # component by the first of these substrings in a parameter's name; others are norms
 COMPONENTS = {
@@ -91,15 +92,20 @@ def _named_weights(
 ) -> list[tuple[str, Tensor]]:
     stages, parts = [*stages], _parts(model, layout)
     layers = sorted(i for stage in stages for i in stage.layers)
-    kinds = [_kind_of(model, i) for i in layers]
+    kinds = [(_kind_of(model, i), f"layers.{number}") for number, i in enumerate(layers)]
     if any(needs_embedding(stage, tied=model.tie_embeddings) for stage in stages):
-        kinds.insert(0, "embed")
+        kinds.insert(0, ("embed", ""))
     if any(normalises(stage, model.mtp_depth) for stage in stages):
-        kinds.append("norm")
+        kinds.append(("norm", ""))
     if any(stage.loss for stage in stages) and not model.tie_embeddings:
-        kinds.append("head")
-    kinds += ["mtp" for stage in stages for _ in stage.mtp]
-    return [named for kind in kinds for named in parts[kind].items()]
+        kinds.append(("head", ""))
+    kinds += [("mtp", f"mtp.{number}") for number in range(sum(len(stage.mtp) for stage in stages))]
+    # parts of equal layers have the names of one; estimates list a layer for all that are like it
+    return [
+        (f"{own}.{name.split('.', 2)[2]}" if own else name, weight)
+        for kind, own in kinds
+        for name, weight in parts[kind].items()
+    ]
 
 
 def state_bytes(
@@ -111,14 +117,15 @@ def state_bytes(
     element_bytes: int = 2,
     dp_shard: DpShard = DpShard.zero1,
     kept: Sequence[Kept] = (Kept(FP32, 2 * FP32),),
+    grad_shard: bool = False,
 ) -> dict[str, float]:
     """Return bytes of state by kind, on each rank that has these stages (by default all).
 
     ``kept``: state of an element, and if matrices are updated whole, of theirs.
 
-    Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have fp32 master
-    weights. With fsdp2 all is sharded; weights gathered for a layer are not counted. Frozen weights are
-    ``params`` only, once.
+    Flat buffers hold whole weights and gradients, and a rank's shard of all. With ``grad_shard`` slots hold
+    the gradients of several ranks. bf16 weights have fp32 master weights. With fsdp2 all is sharded; weights
+    gathered for a layer are not counted. Frozen weights are ``params`` only, once.
     """
     found = dict.fromkeys(STATE_KINDS, 0.0)
     if dp_shard is DpShard.fsdp2:
@@ -131,10 +138,14 @@ def state_bytes(
         }
     weights = rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)])
     found["params"] += element_bytes * sum(w.numel() for w in weights if not w.requires_grad)
-    for buffer, ranks, matrices in _flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1):
+    buffers = [*_flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1)]
+    if grad_shard:
+        found["grads"] += FP32 * sum(_slots(model, layout, stages, buffers).lengths)
+    for _, buffer, ranks, matrices in buffers:
         size, shard = buffer.size, buffer.shard_size
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
-        found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
+        whole = 0 if grad_shard and ranks > 1 else size
+        found["grads"] += FP32 * (whole + (shard if ranks > 1 else 0))
         own, rows = kept[0], shard // ALIGNMENT
         if matrices is not None:
             own, rows = kept[1], sum(count * shape.rows for shape, count in matrices.items())
@@ -157,7 +168,7 @@ def owned_parameters(
 ) -> Owned:
     """Count the parameters that a rank's optimizer updates; ``whole``: matrices are updated whole."""
     elements, found = 0, Counter[Matrices]()
-    for buffer, _, matrices in _flat_buffers(model, layout, stages, bucket_mb, whole):
+    for _, buffer, _, matrices in _flat_buffers(model, layout, stages, bucket_mb, whole):
         if matrices is None:
             elements += buffer.shard_size
         else:
@@ -165,27 +176,61 @@ def owned_parameters(
     return Owned(elements, found)
 
 
+def reduced_elements(
+    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float, *, whole: bool
+) -> Counter[Axis]:
+    """Count, by axis, gradients reduced in each micro-batch with ``grad_shard``; others once in a step."""
+    found, buffers = Counter[Axis](), [*_flat_buffers(model, layout, stages, bucket_mb, whole)]
+    slots, number = _slots(model, layout, stages, buffers), 0
+    for weights, buffer, ranks, _ in buffers:
+        axis = layout_of(next(iter(weights.values()))).summed_over
+        for bucket in buffer.buckets if ranks > 1 else ():
+            found[axis] += (bucket.whole.stop - bucket.whole.start) * slots.is_shared(number)
+            number += 1
+    return found
+
+
+class _Buffer(NamedTuple):
+    """Buffers of the first rank."""
+
+    weights: dict[str, Tensor]
+    layout: BufferLayout
+    ranks: int
+    matrices: Counter[Matrices] | None
+    """That the rank owns, if they are updated whole."""
+
+
+def _slots(
+    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], buffers: Sequence[_Buffer]
+) -> Slots:
+    stages = stages or [all_pieces(model.num_layers, model.mtp_depth)]
+    sharded = [(buffer.layout, buffer.weights) for buffer in buffers if buffer.ranks > 1]
+    return gradient_slots(sharded, (name for name, _ in _named_weights(model, layout, stages)))
+
+
 def _flat_buffers(
     model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float, whole: bool
-) -> Iterator[tuple[BufferLayout, int, Counter[Matrices] | None]]:
-    """Yield the first rank's buffers, the number of their ranks, its matrices if they are updated whole."""
-    families: dict[object, list[tuple[Matrices | None, Tensor]]] = {}
+) -> Iterator[_Buffer]:
+    families: dict[tuple[object, bool], dict[str, Tensor]] = {}
     stages = stages or [all_pieces(model.num_layers, model.mtp_depth)]
     for name, weight in _named_weights(model, layout, stages):
         if not weight.requires_grad:
             continue
-        shape = matrices_of(name, weight) if whole else None
-        key = ranks_of(layout, layout_of(weight).summed_over), shape is None
-        families.setdefault(key, []).append((shape, weight))
-    for shapes, weights in (zip(*members, strict=True) for members in families.values()):
+        is_matrix = whole and matrices_of(name, weight) is not None
+        key = ranks_of(layout, layout_of(weight).summed_over), is_matrix
+        families.setdefault(key, {})[name] = weight
+    for (_, is_matrix), named in families.items():
+        names, weights = [*named], [*named.values()]
         ranks = layout.size(layout_of(weights[0]).summed_over)
-        if shapes[0] is None:
-            yield BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32), ranks, None
+        if not is_matrix:
+            yield _Buffer(named, BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32), ranks, None)
             continue
         buffer, matrices = BufferLayout.of_matrices(weights, ranks, 0), Counter[Matrices]()
         for i, _, part in buffer.own_ranges(weights):
-            matrices[shapes[i]] += (part.stop - part.start) // shapes[i].size
-        yield buffer, ranks, matrices
+            shape = matrices_of(names[i], weights[i])
+            assert shape is not None
+            matrices[shape] += (part.stop - part.start) // shape.size
+        yield _Buffer(named, buffer, ranks, matrices)
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:

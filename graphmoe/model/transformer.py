@@ -4,7 +4,6 @@ Suffixes: B batch, S sequence, V vocabulary, D hidden, L MoE layers, E experts, 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from graphmoe.model.blocks import (
     cross_entropy_sum,
     decoded,
     labels_at,
+    mark_shared,
     own_positions,
     shift_left,
     tie_head,
@@ -35,7 +35,7 @@ from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.attention import attention_facts, masks_of_layers, model_of_layer
 from graphmoe.plan.experts import is_moe, moe_layers
-from graphmoe.plan.layout import ALONE, Layout, layout_of
+from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
 
@@ -137,10 +137,8 @@ class Transformer(nn.Module):
         )
         if config.tie_embeddings and any(stage.loss for stage in self.stages):
             tie_head(self)
-        # several stages use the embedding: its gradients are summed over all of them
-        if embeds and len(layout.embed_on) > 1:
-            parallel = replace(layout_of(self.embed.weight), summed_over="embed")
-            self.embed.weight.parallel = parallel  # type: ignore[union-attr]
+        if config.tie_embeddings or config.mtp_depth:
+            mark_shared(self, layout)
         add_adapters(self, config)
         self._rope: tuple[Tensor, Tensor] | None = None
         self._own_rope: tuple[Tensor, Tensor] | None = None

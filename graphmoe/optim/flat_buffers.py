@@ -11,7 +11,7 @@ If the rule updates whole matrices, these have buffers of their own, in which ea
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from graphmoe.optim.rule import UpdateRule
 from graphmoe.optim.storage import ROW, SMALLEST, Region, Storage, decode, encode, origins_of
 from graphmoe.plan.buckets import Bucket, BufferLayout, Matrices, matrices_of
 from graphmoe.plan.layout import Axis, layout_of
+from graphmoe.plan.slots import gradient_slots
 from graphmoe.runtime.ranks import Mesh
 
 PLAIN = Storage()
@@ -43,8 +44,12 @@ class Family:
         *,
         of_matrices: bool = False,
         storage: Storage = PLAIN,
+        grad_shard: bool = False,
     ) -> None:
-        """``order``: each weight's index in ``model.parameters()``."""
+        """``order``: each weight's index in ``model.parameters()``.
+
+        With ``grad_shard`` and a group `share_gradients` allocates the gradients.
+        """
         self.mesh, self.storage = mesh, storage
         self.rule, self.of_matrices = rule, of_matrices
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
@@ -60,12 +65,17 @@ class Family:
             for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
                 view.copy_(weight)
                 weight.data = view
-        self.grad = torch.zeros(size, device=device)  # this rank's unreduced fp32 gradients
+        # this rank's unreduced fp32 gradients; None if they are in slots
+        self.grad = torch.zeros(size, device=device) if not grad_shard or self.group is None else None
+        self._gradients: dict[int, Tensor] = {}  # of buckets, by their start
+        if self.grad is not None:
+            self._gradients = {b.whole.start: self.grad[b.whole] for b in self.layout.buckets}
         self.weight_shard = self._own(self.weight)
         # master weights; ``weight_shard`` itself if that is fp32 or there are none
         self.main = self.weight_shard if storage.in_place else self.weight_shard.float()
-        self.grad_shard = self.grad
-        if self.group is not None:
+        if self.group is None and self.grad is not None:
+            self.grad_shard = self.grad
+        else:
             self.grad_shard = torch.zeros_like(self.main, dtype=torch.float32)
         self.moments = {
             name: torch.zeros_like(self.main, dtype=storage.dtype(rule, name)) for name in rule.moments
@@ -82,6 +92,22 @@ class Family:
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         places = zip(self.names, self.layout.starts, self.weights, strict=True)
         return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
+
+    def gradient(self, bucket: Bucket) -> Tensor:
+        """Return this rank's unreduced gradients of a bucket, with the gaps between them."""
+        return self._gradients[bucket.whole.start]
+
+    def place_gradient(self, bucket: Bucket, at: Tensor) -> None:
+        self._gradients[bucket.whole.start] = at[: bucket.whole.stop - bucket.whole.start]
+
+    def gradient_views(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for bucket in self.layout.buckets:
+            for i in bucket.members:
+                weight, start = self.weights[i], self.layout.starts[i] - bucket.whole.start
+                view = self.gradient(bucket)[start : start + weight.numel()]
+                found[self.names[i]] = view.view(weight.shape)
+        return found
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
         """Return, by name, offset and values [N] of this rank's part of each parameter."""
@@ -161,7 +187,8 @@ class Family:
                 yield slice(start, min(start + each, run.stop)), shape
 
     def reduce(self, bucket: Bucket) -> dist.Work:
-        shard, whole = self.grad_shard[bucket.shard], self.grad[bucket.whole]
+        """Start the reduction of a bucket's gradients to ``grad_shard``."""
+        shard, whole = self.grad_shard[bucket.shard], self.gradient(bucket)
         if bucket.owner is None:
             return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
         if shard.numel():
@@ -171,6 +198,14 @@ class Family:
         else:
             shard = whole
         return dist.reduce(shard, group_dst=bucket.owner, group=self.group, async_op=True)
+
+    def reduce_in_place(self, bucket: Bucket) -> tuple[dist.Work, Tensor]:
+        """Start the reduction of a bucket's gradients to this rank's part of them; return that part too."""
+        whole, start = self.gradient(bucket), bucket.whole.start
+        part = whole[bucket.own.start - start : bucket.own.stop - start]
+        if bucket.owner is None:
+            return reduce_scatter_into(part, whole, group=self.group, async_op=True), part
+        return dist.reduce(whole, group_dst=bucket.owner, group=self.group, async_op=True), part
 
     def gather(self, bucket: Bucket) -> dist.Work:
         return self._gather(bucket, self.weight_shard, self.weight)
@@ -183,10 +218,11 @@ class Family:
             whole.copy_(shard)
         return dist.broadcast(whole, group_src=bucket.owner, group=self.group, async_op=True)
 
-    def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
-        """Gather tensors by parameter name, as views of ``into``; on a single rank, of ``shard``."""
+    def gathered(self, shard: Tensor, into: Tensor | None = None) -> dict[str, Tensor]:
+        """Gather tensors by parameter name, as views of ``into`` or new memory; if alone, of ``shard``."""
         if self.group is None:
             return self.views(shard)
+        into = shard.new_zeros(self.layout.size) if into is None else into
         for bucket in self.layout.buckets:
             self._gather(bucket, shard, into).wait()
         return self.views(into)
@@ -200,8 +236,9 @@ class Family:
 
 
 def families_of(
-    model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule, storage: Storage = PLAIN
-) -> list[Family]:
+    model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule, storage: Storage = PLAIN,
+    *, grad_shard: bool = False,
+) -> list[Family]:  # fmt: skip
     """Group the model's trained parameters by the ranks that reduce their gradients, and by update."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
@@ -215,9 +252,8 @@ def families_of(
         axis = layout_of(next(iter(weights.values()))).summed_over
         places = [order[name] for name in weights]
         own = rule.matrices if rule.matrices and is_matrix else rule
-        found.append(
-            Family(weights, places, mesh, axis, bucket_elements, own, of_matrices=is_matrix, storage=storage)
-        )
+        named = {"of_matrices": is_matrix, "storage": storage, "grad_shard": grad_shard}
+        found.append(Family(weights, places, mesh, axis, bucket_elements, own, **named))
     return found
 
 
@@ -226,3 +262,23 @@ def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
     # the forward's order, reversed in the backward; communicators need one order on all ranks
     buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.layout.buckets]
     return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))
+
+
+SharedSlots = Sequence[Sequence[tuple[Family, Bucket]]]
+"""The buckets of each slot that several have."""
+
+
+def share_gradients(families: Sequence[Family], names: Iterable[str]) -> SharedSlots:
+    """Allocate gradients of sharded families in slots; ``names`` of all of the model's parameters."""
+    sharded = [family for family in families if family.grad is None]
+    buffers = [(f.layout, dict(zip(f.names, f.weights, strict=True))) for f in sharded]
+    buckets = [(family, bucket) for family in sharded for bucket in family.layout.buckets]
+    slots = gradient_slots(buffers, names)
+    memory = [torch.zeros(length, device=sharded[0].weight.device) for length in slots.lengths]
+    shared: dict[int, list[tuple[Family, Bucket]]] = {}
+    for number, (family, bucket) in enumerate(buckets):
+        slot = slots.of_buckets[number]
+        family.place_gradient(bucket, memory[slot])
+        if slots.is_shared(number):
+            shared.setdefault(slot, []).append((family, bucket))
+    return [*shared.values()]

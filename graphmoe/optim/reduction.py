@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphmoe.ops.gradients import Gradient
-from graphmoe.optim.flat_buffers import Family, in_forward_order
+from graphmoe.optim.flat_buffers import Family, SharedSlots, in_forward_order
 from graphmoe.plan.buckets import Bucket
 from graphmoe.runtime.compile.units import owner_of
 from graphmoe.runtime.launch.stamps import wait_for
@@ -22,9 +22,15 @@ class GradientReduction:
     Ranks of a group must run the same program, to reduce in the same order.
     """
 
-    def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:
+    def __init__(
+        self, families: Sequence[Family], gradients: Mapping[str, Gradient], shared: SharedSlots = ()
+    ) -> None:
+        """``shared``: buckets that `shared_slots.SlotReduction` reduces instead."""
+        others = {(id(family), bucket.whole.start) for slot in shared for family, bucket in slot}
         self._queue: list[_BucketSum] = []
         for family, bucket in reversed(in_forward_order(families)):
+            if (id(family), bucket.whole.start) in others:
+                continue
             members = [gradients[family.names[i]] for i in bucket.members]
             self._queue.append(_BucketSum(family, bucket, members, self._start_complete))
         self._num_started = 0

@@ -1,6 +1,7 @@
 """ZeRO-1 (arXiv 1910.02054): fp32 master weights sharded in flat buffers. No device sync.
 
-A step reduce-scatters gradients, computes the norm and updates shards; the next one gathers weights.
+A step reduce-scatters gradients, computes the norm and updates shards; the next one gathers weights. With
+``optim.grad_shard`` (ZeRO-2) gradients are reduced after each micro-batch and added up in shards.
 """
 
 import functools
@@ -16,9 +17,10 @@ from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import MasterDtype, OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
-from graphmoe.optim.flat_buffers import families_of
+from graphmoe.optim.flat_buffers import families_of, share_gradients
 from graphmoe.optim.qk_clip import QkClip
 from graphmoe.optim.reduction import GradientReduction, WeightGather
+from graphmoe.optim.shared_slots import SlotReduction
 from graphmoe.optim.storage import Region, Storage, update_stored
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture import TensorSlot
@@ -46,10 +48,12 @@ class Optimizer(StepOptimizer):
         is_rounded = self.weights[0].dtype != torch.float32
         in_place = is_rounded and optim.master_dtype is MasterDtype.bf16
         storage = Storage(optim.moment_dtype, in_place, train.seed)
-        self.families = families_of(model, self.mesh, elements, self.rule, storage)
+        named = {"grad_shard": optim.grad_shard}
+        self.families = families_of(model, self.mesh, elements, self.rule, storage, **named)
+        of_slots = share_gradients(self.families, [name for name, _ in model.named_parameters()])
         self.rounds = is_rounded and not in_place
         self.update_stored = update_stored
-        totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
+        totals = self._by_name({name: g for f in self.families for name, g in f.gradient_views().items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
         # weak: the garbage collector doesn't see autograd's hooks, and would free neither
@@ -58,7 +62,8 @@ class Optimizer(StepOptimizer):
             weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
         self.qk_clip = QkClip(model, self.families, self.mesh, optim.qk_clip) if optim.qk_clip else None
         self._regions = [region for family in self.families for region in family.regions()]
-        self._reduction = GradientReduction(self.families, gradients)
+        self._reduction = GradientReduction(self.families, gradients, of_slots)
+        self._slot_reduction = SlotReduction(of_slots, gradients)
         self._weight_gather = WeightGather(self.families)
         self.weight_forms: WeightForms = WeightForms(self._restorable())
         self._alone = self.mesh.group("world") is None
@@ -92,6 +97,7 @@ class Optimizer(StepOptimizer):
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
         self._weight_gather.wait()  # reads what the update writes
+        self._slot_reduction.finish()
         self._reduction.finish()
         for gradient in self._gradients.values():
             gradient.finish()
@@ -145,25 +151,34 @@ class Optimizer(StepOptimizer):
 
     @property
     def main(self) -> list[Tensor]:
-        return [tensor for name, tensor in self.weights_to_fill().items() if name not in self.frozen]
+        return [*self._gathered_main().values()]
 
-    def weights_to_fill(self) -> dict[str, Tensor]:
+    def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
         """Gather unsharded master weights by parameter name, into the memory of gradients. A collective.
 
-        Without master weights, bf16 weights into their own memory; frozen weights are the model's own.
+        Without master weights, bf16 weights into their own memory; frozen weights are the model's own. With
+        ``optim.grad_shard`` this rank's shards, which are filled in place.
         """
-        found = [
-            family.gathered(family.main, into=family.weight if family.storage.in_place else family.grad)
-            for family in self.families
-        ]
-        of_names = {name: tensor for of_family in found for name, tensor in of_family.items()}
-        return self._by_name(of_names) | {name: weight.detach() for name, weight in self.frozen.items()}
+        frozen = {name: weight.detach() for name, weight in self.frozen.items()}
+        if self.config.grad_shard and not self._alone:
+            here = self.mesh.layout, self.mesh.rank
+            pairs = zip(self.names, self.weights, strict=True)
+            none = {n: FlatShard(w.detach().view(-1)[:0], 0, w.shape, layout_of(w), *here) for n, w in pairs}
+            return none | self._entries("main") | frozen
+        return self._gathered_main() | frozen
+
+    def _gathered_main(self) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for family in self.families:
+            found |= family.gathered(family.main, family.weight if family.storage.in_place else family.grad)
+        return self._by_name(found)
 
     @torch.no_grad()
-    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+    def adopt(self, weights: Mapping[str, Tensor | FlatShard]) -> None:
         for family in self.families:
             for name, (start, own) in family.owned(family.main).items():
-                own.copy_(weights[name].reshape(-1)[start : start + own.numel()])
+                if isinstance(weight := weights[name], Tensor):  # else it was filled in place
+                    own.copy_(weight.reshape(-1)[start : start + own.numel()])
         self.publish()
         self.gather()
 

@@ -147,6 +147,8 @@ class ParameterLayout:
     """
     is_bias: bool = False
     """True for biases that have a dimension of experts, and so the shape of a matrix."""
+    is_shared: bool = False
+    """True for the embedding and the head if several segments read them."""
 
 
 REPLICATED = ParameterLayout()

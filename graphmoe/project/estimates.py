@@ -25,7 +25,9 @@ from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
 from graphmoe.project.step_time import (
+    Reduction,
     at_the_power_limit,
+    exposed_seconds,
     host_seconds,
     late_start,
     message_seconds,
@@ -66,7 +68,7 @@ class ShortPipeline(NamedTuple):
 
 class _State(NamedTuple):
     sizes: dict[str, float]
-    reduction_s: float
+    reduction: Reduction
     update_s: float
 
 
@@ -161,12 +163,11 @@ class Estimates:
             each, further = self._waits(candidate)
             makespan = busiest * (count * each + (layout.pp - 1) * further)
         states = [self._state(weights, place.stages) for place in pipeline.places]
-        gradients = max(state.reduction_s for state in states)
-        hidden = min(gradients * self.speeds.rates.hidden_gradients, makespan / count)
+        exposed = exposed_seconds([state.reduction for state in states], count, makespan, self.speeds)
         update = max(state.update_s for state in states)
         host = count * max(sum(stage.host_s for stage in stages) for stages in of_places)
         tokens = self.config.train.global_batch_size * self._plain.seq_len / layout.size("world")
-        rest = gradients - hidden + update
+        rest = exposed + update
         makespan = at_the_power_limit(makespan, count * busiest, rest, self.speeds)
         return tokens / max(makespan + rest, host)
 
@@ -216,8 +217,9 @@ class Estimates:
                 bucket_mb=optim.bucket_mb,
                 element_bytes=self._plain.element_bytes,
                 kept=kept_of(optim),
+                grad_shard=optim.grad_shard,
             ),
-            reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages),
+            reduction_seconds(optim, replace(self._plain, layout=layout), self.speeds, stages),
             update_seconds(optim, owned, self.speeds),
         )
 

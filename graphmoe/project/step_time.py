@@ -1,13 +1,14 @@
 """Time of a step: segments of every stage, the pipeline's simulation, gradients and the update."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from graphmoe.config.schema import RunConfig
-from graphmoe.model.sizes import flops_per_token, rank_weights
+from graphmoe.config.schema import OptimConfig, RunConfig
+from graphmoe.model.sizes import flops_per_token, rank_weights, reduced_elements
+from graphmoe.optim import rule_of
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
 from graphmoe.plan.costs.sizes import Sizes
@@ -45,9 +46,9 @@ def step_time(
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
         makespan, waits = count * sum(busy) / len(busy) / (1 - bubble), bubble
-    owned = map(plan.own_stages, range(layout.pp))
-    gradients = max(reduction_seconds(sizes, speeds, of_place) for of_place in owned)
-    gradients -= min(gradients * speeds.rates.hidden_gradients, makespan / count)
+    owned = [plan.own_stages(place) for place in range(layout.pp)]
+    of_places = [reduction_seconds(config.optim, sizes, speeds, each) for each in owned]
+    gradients = exposed_seconds(of_places, count, makespan, speeds)
     update = max(update_seconds(config.optim, place.owned, speeds) for place in places)
     of_host = [host_seconds(config, of_stage, speeds) for of_stage in times]
     host = count * max(sum(of_host[number] for number in numbers) for numbers in own)
@@ -117,16 +118,43 @@ def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.linked)
 
 
-def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
-    """Return seconds of gradient reduction and weight gather of a pp rank, with what overlap hides."""
-    layout = sizes.layout
+class Reduction(NamedTuple):
+    """Seconds of a pp rank's communication of gradients and weights, with what overlap hides."""
+
+    last: float
+    """Gradient reduction and weight gather of a step with one micro-batch."""
+    earlier: float
+    """Gradient reduction of each micro-batch but one, with ``optim.grad_shard``."""
+
+
+def reduction_seconds(
+    optim: OptimConfig, sizes: Sizes, speeds: Speeds, stages: Sequence[StagePieces]
+) -> Reduction:
+    layout, model = sizes.layout, sizes.model
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
-    num_bytes = Counter[Axis]()
-    for weight in rank_weights(sizes.model, layout, stages):
+    last, earlier = Counter[Axis](), Counter[Axis]()
+    for weight in rank_weights(model, layout, stages):
         if weight.requires_grad:
-            num_bytes[layout_of(weight).summed_over] += (4 + sizes.element_bytes) * weight.numel()
-    return sum(
-        speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in num_bytes.items()
+            last[layout_of(weight).summed_over] += (4 + sizes.element_bytes) * weight.numel()
+    if optim.grad_shard:
+        whole = rule_of(optim.name).matrices is not None
+        earlier = reduced_elements(model, layout, stages, optim.bucket_mb, whole=whole)
+
+    def seconds(num_bytes: Mapping[Axis, int]) -> float:
+        pairs = num_bytes.items()
+        return sum(speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in pairs)
+
+    return Reduction(seconds(last), seconds({axis: 4 * count for axis, count in earlier.items()}))
+
+
+def exposed_seconds(reductions: Sequence[Reduction], count: int, makespan: float, speeds: Speeds) -> float:
+    """Return the seconds of the slowest pp rank's reductions that ``count`` micro-batches do not cover."""
+
+    def exposed(seconds: float) -> float:
+        return seconds - min(seconds * speeds.rates.hidden_gradients, makespan / count)
+
+    return exposed(max(each.last for each in reductions)) + (count - 1) * exposed(
+        max(each.earlier for each in reductions)
     )
 
 

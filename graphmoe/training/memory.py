@@ -119,7 +119,7 @@ def state_of_place(plan: Plan, place: int) -> dict[str, float]:
     return state_bytes(
         plan.model, plan.layout, plan.own_stages(place), bucket_mb=plan.optim.bucket_mb,
         element_bytes=plan.dtype.itemsize, dp_shard=plan.parallel.dp_shard,
-        kept=kept_of(plan.optim),
+        kept=kept_of(plan.optim), grad_shard=plan.optim.grad_shard,
     )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ IMPORTS = {
     "zb1p, hf": functools.partial(imported, STAGES, "hf"),
     "interleaved, own": functools.partial(imported, INTERLEAVED, "own"),
     "fsdp2, hf": functools.partial(imported, FSDP[:1], "hf"),
+    "shards of gradients, own": functools.partial(imported, ("optim.grad_shard=true",), "own"),
     "lacking": functools.partial(imported, STAGES, "lacking"),
 }
 
@@ -149,14 +150,14 @@ def test_a_run_stopped_by_a_signal_at_the_last_stage_goes_on_bitwise(runs):
         assert_same_state(then.state, whole.state)
 
 
-@pytest.mark.parametrize("name", ["zb1p, hf", "interleaved, own", "fsdp2, hf"])
+@pytest.mark.parametrize("name", [name for name in IMPORTS if name != "lacking"])
 def test_each_rank_takes_its_layers_of_a_folder_of_weights(runs, source, name):
     state, held = dict(source.named_parameters()), set[str]()
     for weights in runs[name]:
         for parameter, weight in weights.items():
             assert torch.equal(weight, state[parameter]), parameter
         held |= weights.keys()
-        assert len(weights) < len(state) or name.startswith("fsdp2")
+        assert len(weights) < len(state) or name.startswith(("fsdp2", "shards"))
     assert held == state.keys()
 
 

@@ -34,7 +34,7 @@ class StoredNets(Nets):
             found[kind] = {
                 name: each.clone()
                 for family, shard in shards
-                for name, each in family.gathered(shard, into=torch.zeros_like(family.grad)).items()
+                for name, each in family.gathered(shard).items()
             }
         return found
 

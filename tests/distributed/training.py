@@ -152,7 +152,7 @@ class Training:
         return Outcome(
             torch.stack(rows).cpu() if rows else torch.zeros(0),
             written,
-            _on_host(gathered(trainer, "main") if shares else trainer.optimizer.weights_to_fill()),
+            _on_host({**(getattr(trainer.optimizer, "frozen", {})), **gathered(trainer, "main")}),
             gradients,
             {**_on_host(entries.tensors), **entries.values},
             trainer.step,
@@ -239,7 +239,7 @@ def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
             if kind in optimizer.rule.all_moments and kind not in family.moments:
                 continue  # matrices and the rest may have other moments
             shard = family.moment(kind) if kind in family.moments else getattr(family, kind)
-            found |= family.gathered(shard, into=family.grad.to(shard.dtype, copy=True))
+            found |= family.gathered(shard)
         return found
     shards = optimizer._shards(optimizer.moments.get(kind, optimizer.main))
     parts = trainer.ranks.gather({name: (shard.start, shard.data.cpu()) for name, shard in shards.items()})

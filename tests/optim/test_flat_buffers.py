@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphmoe.plan.buckets import ALIGNMENT, BufferLayout
+from graphmoe.plan.slots import GAP, Use, slots_of
 
 SHAPES = ((37, 5), (11,), (20, 20), (3, 9, 8), (70,), (41, 7), (1,), (2, 1000))
 WEIGHTS = [torch.empty(shape) for shape in SHAPES]
@@ -47,3 +48,22 @@ def test_buckets_hold_neighbours_of_one_kind_up_to_the_limit_and_what_decays_com
             end = placement.starts[i] + WEIGHTS[i].numel()
             assert 0 <= placement.starts[j] - end < ALIGNMENT
     assert len(placement.buckets) == {100: 8, 700: 4, 1e9: 2}[limit]
+
+
+def test_buckets_of_a_slot_are_of_distant_layers_and_a_deep_model_needs_no_more_slots():
+    def uses(layers: int) -> list[Use]:
+        large, small = ([Use(i, i, length) for i in range(layers)] for length in (900, 70))
+        pairs = [Use(i, i + 1, 300) for i in range(0, layers - 1, 2)]
+        return [*large, *small, *pairs, Use(0, layers - 1, 50), Use(0, 0, 5000, alone=True)]
+
+    for given in (uses(24), uses(48)):
+        slots = slots_of(given)
+        for slot, length in enumerate(slots.lengths):
+            own = [use for use, of in zip(given, slots.of_buckets, strict=True) if of == slot]
+            assert length == max(use.length for use in own)
+            assert len(own) == 1 or not any(use.alone for use in own)
+            for one, other in itertools.combinations(sorted(own), 2):
+                assert other.first - one.last >= GAP
+    # two layers of each kind, three of the pairs, and the buckets alone
+    assert sum(slots.lengths) <= 2 * 970 + 3 * 300 + 50 + 5000
+    assert sum(slots.lengths) == sum(slots_of(uses(24)).lengths)

@@ -52,6 +52,23 @@ def test_every_card_has_a_projection(card):
     assert found["step_time_s"] == pytest.approx(step)
 
 
+def test_sharded_gradients_are_reduced_in_each_micro_batch():
+    words = ("parallel.ep=1", "model.num_layers=6", "optim.bucket_mb=0.01", "train.micro_batch_size=1")
+    for card in ("h200", "mi355x"):
+        found = {
+            (shards, count): document(
+                card, *words, f"optim.grad_shard={shards}", f"train.global_batch_size={8 * count}"
+            )
+            for shards in ("false", "true")
+            for count in (1, 5)
+        }
+        seconds = {key: each["time_s"]["exposed_gradients"] for key, each in found.items()}
+        assert seconds["true", 1] == pytest.approx(seconds["false", 1])
+        assert seconds["true", 5] > 2 * seconds["false", 5]
+        held = {key: each["memory_gb"]["grads"] for key, each in found.items()}
+        assert held["true", 5] < 0.8 * held["false", 5]
+
+
 def test_stages_that_stand_for_others_have_their_delta_nets():
     words = (*HYBRID, "parallel.pp=2", "pipeline.layout=Ettt|tttL", "model.num_dense_layers=0")
     plan = plan_of(config(*MODEL, *EIGHT, *words, "model.num_layers=6", "pipeline.schedule=1f1b"), 8)

@@ -240,6 +240,11 @@ CASES = {
     ),
     "whole matrices, int8": ("optim.name=muon", "optim.moment_dtype=int8", "parallel.ep=2"),
     "whole matrices, more ranks than experts": ("optim.name=muon", "model.num_experts=2", "model.top_k=1"),
+    "shards of gradients": ("optim.grad_shard=true", "parallel.ep=4", "model.num_layers=6"),
+    "shards of gradients, a tied head": (
+        "optim.grad_shard=true", "parallel.ep=2", "model.tie_embeddings=true", "model.mtp_depth=2",
+    ),
+    "shards of gradients, whole matrices": ("optim.grad_shard=true", "optim.name=muon", "parallel.ep=2"),
 }  # fmt: skip
 
 
@@ -252,7 +257,7 @@ def test_state_is_what_a_dry_run_counts(words):
     names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
     projected = state_bytes(
         run.model, layout, bucket_mb=run.optim.bucket_mb, element_bytes=element_bytes,
-        kept=kept_of(run.optim),
+        kept=kept_of(run.optim), grad_shard=run.optim.grad_shard,
     )  # fmt: skip
     if element_bytes == 4:  # the shard of the weights is the main weights
         assert projected["main_params"] == 0

@@ -98,8 +98,8 @@ def _of_plan(plan: Plan, num_ranks: int) -> Sequence[Row]:
         (balance is Balance.none, "moe.replica_slots replica_keep", f"with moe.balance=none: {why}"),
         (balance is not Balance.none and plan.exact_of, "moe.receive_budget", exact),
         (balance is Balance.replicas and not_kept, "moe.replica_keep", not_kept),
-        (fsdp2, "optim.bucket_mb", "with parallel.dp_shard=fsdp2"),
-        (not fsdp2 and num_ranks == 1, "optim.bucket_mb", "with one rank"),
+        (fsdp2, "optim.bucket_mb grad_shard", "with parallel.dp_shard=fsdp2"),
+        (not fsdp2 and num_ranks == 1, "optim.bucket_mb grad_shard", "with one rank"),
     )
 
 

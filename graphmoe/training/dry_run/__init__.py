@@ -196,7 +196,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
     return {
         "weights": [*(t for f in families for t in (f.weight, f.weight_shard)), *optimizer.frozen.values()],
         "main_weights": [f.main for f in families],
-        "gradients": [tensor for f in families for tensor in (f.grad, f.grad_shard)],
+        "gradients": [t for f in families for t in (*f.gradient_views().values(), f.grad_shard)],
         "moments": [tensor for f in families for of in (f.moments, f.rows) for tensor in of.values()],
         "buffers": [*model.buffers()],
     }

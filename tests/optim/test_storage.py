@@ -320,8 +320,15 @@ TEXT = (
 """docs/benchmarks/README.md has the losses of these runs with three seeds."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", STORED.values(), ids=STORED)
+# both rules, both dtypes of moments, masters in place; test_a_resume_is_bitwise runs all four
+COVERING = {"int8, in place", "muon, bf16, in place"}
+ON_TEXT = [
+    pytest.param(words, id=name, marks=pytest.mark.slow if name in COVERING else pytest.mark.exhaustive)
+    for name, words in STORED.items()
+]
+
+
+@pytest.mark.parametrize("words", ON_TEXT)
 def test_runs_on_text_end_with_the_loss_of_fp32_state(words, tmp_path):
     losses = []
     for name, more in (("stored", words), ("fp32", [word for word in words if "_dtype=" not in word])):

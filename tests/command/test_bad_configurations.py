@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 CASES = 400
 PARTS = 8  # tests that share the cases
-# parts draw alike, so the half of them that a suite runs has the same forms, values and kinds of keys
-IN_SUITE = [pytest.param(n, marks=[pytest.mark.exhaustive] if n % 2 else ()) for n in range(PARTS)]
+# parts draw alike: the two that a suite runs have each form, and most values and sections of keys
+IN_SUITE = [pytest.param(n, marks=[pytest.mark.exhaustive] if n % 4 else ()) for n in range(PARTS)]
 MOST_S = 10  # until a command has answered
 COMPILE_S = 60  # until a run has made its first step, for a value that asks for compiled code
 NUMBERS = (

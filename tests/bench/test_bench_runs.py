@@ -1,5 +1,6 @@
 """Suites of the benchmark tool that run jobs or rate a device: cases, rows, charts, rates, cards."""
 
+import functools
 import json
 import math
 import signal
@@ -181,6 +182,7 @@ def test_a_ladder_alternates_and_goes_on_with_what_is_missing(tmp_path, monkeypa
         return "".join(ran), getattr(ended.value, "code", "killed")
 
     monkeypatch.setattr(jobs, "train", fake_train)
+    monkeypatch.setattr(jobs, "compose_config", functools.cache(compose_config))
     for module in (cases, runs):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     killed_at, wait_s = 5, 0

@@ -17,7 +17,7 @@ import torch
 from graphmoe.bench import BenchArgs, SuiteName, card_of_device, cases, jobs, runs
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench.cases import CaseFailed
-from graphmoe.bench.jobs import Trained, compose_config, train
+from graphmoe.bench.jobs import Trained, train
 from graphmoe.bench.runs import RECORDED_STEPS, projected_run, projection_cases
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
@@ -29,7 +29,13 @@ from tests.kineto import two_steps
 from tests.runs import ROOT
 
 EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"
+compose_config = functools.cache(jobs.compose_config)  # cases of several tests have the same words
 SUMMARY = {"peak_memory_gib": 2.0, "device_memory_gib": 4.0, "time_to_first_step_s": 9.0}
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    monkeypatch.setattr(jobs, "compose_config", compose_config)
 
 
 def test_overrides_of_the_user_replace_those_of_the_suite():
@@ -182,7 +188,6 @@ def test_a_ladder_alternates_and_goes_on_with_what_is_missing(tmp_path, monkeypa
         return "".join(ran), getattr(ended.value, "code", "killed")
 
     monkeypatch.setattr(jobs, "train", fake_train)
-    monkeypatch.setattr(jobs, "compose_config", functools.cache(compose_config))
     for module in (cases, runs):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     killed_at, wait_s = 5, 0

@@ -58,11 +58,11 @@ COMMANDS = {
 }
 """Commands of one file stand to the right of all rooms."""
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 337, 60_190, 47_270, 20
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 337, 60_185, 47_265, 20
 MAX_OF_ROOMS = {
-    "ops": 10_315, "plan": 6_460, "training": 5_035, "runtime": 8_745, "bench": 2_550, "project": 1_725,
-    "report trace pipeline_view web_page": 3_520, "checkpoint run": 5_245, "command": 1_640, "data": 3_120,
-    "passes": 2_200, "model": 2_510, "config": 2_070, "optim": 1_610, "doctor": 1_235,
+    "ops": 10_290, "plan": 6_460, "training": 5_035, "runtime": 8_745, "bench": 2_550, "project": 1_725,
+    "report trace pipeline_view web_page": 3_515, "checkpoint run": 5_245, "command": 1_640, "data": 3_120,
+    "passes": 2_165, "model": 2_510, "config": 2_070, "optim": 1_610, "doctor": 1_235,
 }  # fmt: skip
 """Lines. A limit is raised only in a commit of its own, which says what was removed to make room."""
 

@@ -63,12 +63,13 @@ QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "ch
 """Words of runs whose steps a test makes one by one."""
 
 
-def slow_but(cases, *default):
-    """Return cases by name, or names alone, as parameters of a test, all slow but the named ones."""
+def slow_but(cases, *default, exhaustive=()):
+    """Return cases by name, or names alone, as parameters of a test, all slow but those named otherwise."""
     if not isinstance(cases, Mapping):
         cases = {name: name for name in cases}
-    assert cases.keys() >= {*default}
-    marks = {name: () if name in default else (pytest.mark.slow,) for name in cases}
+    assert cases.keys() >= {*default, *exhaustive}
+    marks = dict.fromkeys(cases, pytest.mark.slow) | dict.fromkeys(default, ())
+    marks |= dict.fromkeys(exhaustive, pytest.mark.exhaustive)
     return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 

@@ -1,5 +1,6 @@
 """Suites of the benchmark tool that run jobs or rate a device: cases, rows, charts, rates, cards."""
 
+import functools
 import json
 import math
 import signal
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from graphmoe.bench import BenchArgs, SuiteName, card_of_device, jobs, runs
+from graphmoe.bench import BenchArgs, SuiteName, card_of_device, cases, jobs, runs
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench.cases import CaseFailed
 from graphmoe.bench.jobs import Trained, train
@@ -28,7 +30,13 @@ from tests.kineto import two_steps
 from tests.runs import ROOT
 
 EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"
+compose_config = functools.cache(jobs.compose_config)  # cases of several tests have the same words
 SUMMARY = {"peak_memory_gib": 2.0, "device_memory_gib": 4.0, "time_to_first_step_s": 9.0}
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    monkeypatch.setattr(jobs, "compose_config", compose_config)
 
 
 def test_overrides_of_the_user_replace_those_of_the_suite():
@@ -162,14 +170,14 @@ def test_gains_are_medians_of_pairs_with_their_spread():
 
 
 def test_a_ladder_alternates_and_goes_on_with_what_is_missing(tmp_path, monkeypatch):
-    out, ran = tmp_path / "ladder.json", []
+    out, ran, clock = tmp_path / "ladder.json", [], [0]
 
     def fake_train(overrides, limit_s):
         symm, fused = "moe.dispatcher=symm" in overrides, "passes.disabled=[]" in overrides
         ran.append("s" if symm else "l" if fused else "b")
         if len(ran) == killed_at:
             raise KeyboardInterrupt
-        time.sleep(wait_s)
+        clock[0] += wait_s
         if symm and fused and "pipeline.ep_overlap=false" in overrides and limit_s < 500:
             raise CaseFailed("not done")
         return Trained([{"loss": 1.0, "step_s": 1.0, "rank_load": 1.0}] * 50, SUMMARY, {}, None)
@@ -181,9 +189,11 @@ def test_a_ladder_alternates_and_goes_on_with_what_is_missing(tmp_path, monkeypa
         return "".join(ran), getattr(ended.value, "code", "killed")
 
     monkeypatch.setattr(jobs, "train", fake_train)
+    for module in (cases, runs):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     killed_at, wait_s = 5, 0
     assert run() == ("bls" + "sl", "killed") and not out.exists()
-    killed_at, wait_s = None, 6.1
+    killed_at, wait_s = None, 7
     assert run("stop_after_s=6") == ("l", None) and not out.exists()
     killed_at, wait_s = 4, 0
     assert run("limit_s=600") == ("s" + "sb" + "b", "killed")

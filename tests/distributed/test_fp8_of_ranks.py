@@ -35,16 +35,13 @@ CASES = {
     "blocks, the whole step captured": case(BLOCKS, BF16, *FULL, *ONE_LAYER),
     "a rank without rows": case("model.mtp_depth=1", SKIPS, change=all_on_two_experts),
     "too little room": case("moe.receive_budget=1.0", change=all_on_two_experts),
-    "parts of an expert": case("parallel.ep=1", "parallel.etp=2", BF16),
-    "in turns, captured": case(TURNS, BLOCKS, *FULL),
+    "parts of an expert, computed twice": case("parallel.ep=1", "parallel.etp=2", TWICE, BF16),
     "dispatch and combine captured": case("graph.scope=[moe_dispatch,moe_combine]", "graph.warmup_steps=1"),
-    "computed twice": case(TWICE, BF16),
     "with replicas": case(REPLICAS, BLOCKS, TURNS, *FULL, change=all_on_two_experts),
 }
 INDUCTOR = "by Inductor, in turns"
-NAMES = [*slow_but([*CASES], "blocks, the whole step captured")]
-NAMES += [pytest.param(INDUCTOR, marks=pytest.mark.exhaustive)]
 CASES[INDUCTOR] = case(TURNS, BF16, *ONE_LAYER, traced=False)
+NAMES = slow_but([*CASES], "blocks, the whole step captured", exhaustive=[INDUCTOR])
 BIASED = "with biases"
 CASES[BIASED] = case("model.expert_bias=true", "model.swiglu_limit=1", "model.router_bias=true", *ONE_LAYER)
 
@@ -58,7 +55,8 @@ def outcomes(request, folder):
             cases[f"{name}: {dtype}"] = replace(CASES[name], words=words)
     for name in selected(request, "copied"):
         for balance in (REPLICAS, "moe.balance=none"):
-            cases[f"{name}: {balance}"] = case(*COPIED[name], balance, change=all_on_two_experts)
+            words = *COPIED[name], "train.val_batches=0", balance
+            cases[f"{name}: {balance}"] = case(*words, change=all_on_two_experts)
     return Job(folder, cases).results(seconds=900)
 
 
@@ -100,12 +98,10 @@ def assert_rows_are_sent_in_8_bits(found: Graphs, plain: Graphs, words: tuple[st
 
 EXPERTS = "precision.fp8_products=[experts]"
 COPIED = {
-    "rowwise, computed twice": (TWICE,),
-    "rowwise, in turns, captured": (TURNS, *FULL),
+    "rowwise, a layer in bf16, computed twice": (SKIPS, TWICE),
     "rowwise, rows in bf16": ("moe.dispatch_dtype=bf16", BF16, *ONE_LAYER),
-    "tensorwise": ("precision.fp8=tensorwise",),
+    "tensorwise, in turns, captured": ("precision.fp8=tensorwise", TURNS, *FULL),
     "mxfp8": ("precision.fp8=mxfp8", EXPERTS),
-    "a layer in bf16": (SKIPS,),
 }
 
 
@@ -116,7 +112,7 @@ def test_replicas_change_a_training_by_the_order_of_sums_only(outcomes, copied):
     most = 0.05 if copied == "mxfp8" else 1e-5  # there blocks of a sum begin with the first row of a copy
     for found, plain in zip(with_copies, without, strict=True):
         scalars = [outcome.rows[:, : len(SCALARS)] for outcome in (found, plain)]
-        assert relative_error(*scalars) < most and relative_error(found.val_losses, plain.val_losses) < most
+        assert relative_error(*scalars) < most
         for name, gradient in found.gradients.items():
             assert relative_error(gradient, plain.gradients[name]) < most, name
         assert found.graphs is not None

@@ -36,16 +36,19 @@ FAST = (
     case_of(2, "ep=2", "", (*TURNS, *FULL), mode="traced"), case_of(4, "pp=2 cp=2", "zb1p"),
 )  # fmt: skip
 SLOW = (
-    *(case_of(1, "", overrides=words, mode="traced") for words in ((), LAYERS, FULL, PARTIAL)),
-    case_of(1, "", overrides=("recompute.all=true",)), case_of(1, "", mode="compiled"),
-    *(case_of(2, layout) for layout in ("", "ep=2")),
+    *(case_of(1, "", overrides=words, mode="traced") for words in (LAYERS, FULL)),
+    case_of(1, "", overrides=("recompute.all=true",)),
     case_of(2, "pp=2", "1f1b", ("pipeline.layout=Ettttm|L",)),
     case_of(2, "pp=2", "zb1p", LAYERS, mode="traced"),
-    *(case_of(2, "ep=2", "", (*TURNS, *words), mode="traced") for words in ((), PARTIAL)),
     case_of(4, "pp=2 ep=2", "1f1b", (*TURNS, *FULL), mode="traced"),
     case_of(4, "cp=2 tp=2 ep=4"), case_of(4, FSDP),
 )  # fmt: skip
-MARKS = {FAST: (), SLOW: (pytest.mark.slow,)}
+ALIKE = (  # whose layout and whose mode are each in another case; code of Inductor has the graphs of traced
+    *(case_of(1, "", overrides=words, mode="traced") for words in ((), PARTIAL)),
+    case_of(1, "", mode="compiled"), *(case_of(2, layout) for layout in ("", "ep=2")),
+    *(case_of(2, "ep=2", "", (*TURNS, *words), mode="traced") for words in ((), PARTIAL)),
+)  # fmt: skip
+MARKS = {FAST: (), SLOW: (pytest.mark.slow,), ALIKE: (pytest.mark.exhaustive,)}
 CASES = [pytest.param(case, id=str(case), marks=marks) for cases, marks in MARKS.items() for case in cases]
 
 

@@ -138,12 +138,12 @@ def captured(scope: str, ranks: Ranks, folder: Path) -> None:
 
 
 CAPTURED = {  # whether exchanges of rows send weights of replicas, and whether they reduce gradients
-    "partial": (True, True), "layer": (True, False), "moe": (True, False), "[shared_experts]": (True, True),
+    "partial": (True, True), "layer": (True, False), "[shared_experts]": (True, True),
     "[attn,moe_preprocess,moe_experts]": (False, True), "[moe_preprocess,moe_combine]": (False, False),
     "[moe_preprocess,moe_dispatch,moe_experts]": (False, False),
     "[moe_dispatch,moe_experts,moe_combine]": (False, False),
 }  # fmt: skip
-TWO_LAYERS = ("model.num_dense_layers=0", "model.num_layers=2")
+TWO_LAYERS = ("model.num_dense_layers=0", "model.num_layers=2", "train.val_batches=0")
 OTHERS = {
     "replicas in turns": functools.partial(in_turns, ()),
     "replicas in turns, kept": functools.partial(in_turns, ("moe.replica_keep=true",)),

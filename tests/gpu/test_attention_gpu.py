@@ -116,14 +116,6 @@ def test_deterministic_runs_are_bitwise_equal_and_leave_cudnn_out(shape, dtype, 
     assert "cudnn" not in names and ("flash_bwd" in names) == (dtype is torch.bfloat16)
 
 
-@pytest.mark.parametrize("shape", [MLA, GROUPED], ids=["mla", "grouped"])
-def test_forward_and_backward_do_not_wait_for_the_device(shape):
-    *qkv, grad = make_inputs(shape)
-    forward_and_gradients(runner(AttentionBackend.sdpa), qkv, grad)
-    with syncs_are_errors():
-        forward_and_gradients(runner(AttentionBackend.sdpa), qkv, grad)
-
-
 @needs_cuda
 @pytest.mark.parametrize("shape", [MLA, GROUPED], ids=["mla", "grouped"])
 def test_compiled_without_graph_breaks_runs_the_same_kernel(shape):

@@ -1,4 +1,4 @@
-"""The grouped MLP on a GPU: values at real sizes, determinism, addressing, no sync, capture, choice."""
+"""The grouped MLP on a GPU: values at real sizes, determinism, addressing, capture, choice."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from graphmoe.runtime.cache.store import CompileCache
-from tests.gpu.sleeping import assert_never_waits, assert_repeats, assert_replays
+from tests.gpu.sleeping import assert_repeats, assert_replays
 from tests.ops.mlp_cases import assert_directions_match, assert_results_match, leaves_of, make_problem, ops_of
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_gradient_close
@@ -92,13 +92,6 @@ def test_rows_beyond_two_to_the_31_elements_are_addressed():
         mine.wgrad(x_TD, x_TD, *actual[2:], *plan), torchs.wgrad(x_TD, x_TD, *actual[2:], *plan), strict=True
     ):
         assert_gradient_close(a, b)
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_forward_and_backward_do_not_wait_for_the_device(backend):
-    p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
-    leaves = leaves_of(p)
-    assert_never_waits(lambda: step(p, leaves, backend))
 
 
 @pytest.mark.parametrize("backend", ["triton", "triton,triton,torch"])

@@ -16,7 +16,6 @@ from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.symm import make_peers
 from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.ranks import Job
-from tests.emulated_peers import Emulation
 from tests.gpu.sleeping import Replayed, assert_never_waits, captured
 from tests.ops.replica_cases import HOLDERS, Case, Results, assert_traffic_is_that_of_the_definition
 
@@ -88,11 +87,3 @@ def test_a_replay_with_other_experts_in_the_slots_is_bitwise_the_uncaptured_run(
     for replayed, wanted in ranks["captured"]:
         for actual, plain, right in zip(replayed.captured, replayed.plain, wanted, strict=True):
             assert actual.equal(plain) and actual.equal(right)
-
-
-@pytest.mark.parametrize("holders", HOLDERS)
-def test_emulated_ranks_on_one_gpu_get_what_the_definition_says(holders):
-    case = Case(8, 4, 4, holders, BF16, SHAPES, "cuda", by_autograd=False)
-    assert_traffic_is_that_of_the_definition(
-        case, Emulation(8, "cuda").run(lambda peers: case.run(peers.rank))
-    )

@@ -11,7 +11,6 @@ from graphmoe.plan.layout import Layout
 from graphmoe.runtime.torch_compat import has_nvshmem
 from tests.distributed.ranks import Job
 from tests.distributed.trips import Trip
-from tests.emulated_peers import Emulation
 from tests.gpu.trip_ranks import CapturedTrip, Growing, ManyReplays, NoWaiting, TripBesideProducts
 from tests.ops.symm_cases import (
     Case,
@@ -131,14 +130,6 @@ def test_emulated_ranks_on_one_gpu_send_rows_in_8_bits(group, block):
     ranks, etp, slots = group
     case = Case(ranks, slots, etp, block, BF16, 2048, tokens=333, experts=4, device="cuda")
     assert_stored_rows_are_rounded_arrivals(case)
-
-
-@pytest.mark.parametrize("block", [0, 100])
-def test_emulated_ranks_on_one_gpu_leave_out_rows_that_do_not_fit(block):
-    emulation = Emulation(4, "cuda")
-    for rows in (400, 411, 700):
-        case = Case(4, 3, 1, block, BF16, 2048, tokens=333, rows=rows, device="cuda")
-        assert_exchanges_are_those_of_alltoall(case, emulation)
 
 
 @pytest.mark.parametrize("name", named("trip"))

@@ -25,6 +25,8 @@ TARGETS = {  # name: (backend, architecture, threads of a warp)
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
 }
+CROSSED = {"hopper": ("sm_100",), "instinct": ("gfx942",)}
+"""Targets of layers whose code is that of another layer, on all targets, but for tails, biases and clamps."""
 ON_NVIDIA_ONLY = ("tests.ops.test_symmetric_mm",)
 """Modules whose kernels a library replaces on AMD GPUs."""
 TILES = ("BLOCK", "BLOCK_C", "BLOCK_M", "BLOCK_N", "BLOCK_R", "COLUMNS", "ROWS")

@@ -108,12 +108,10 @@ def assert_matches_fp64(shape, lengths, window, sinks, dtype, device):
         assert float((actual.double() - expected).norm()) <= limit, place
 
 
-CASES = [
-    (shape, lengths, window, sinks)
-    for number, (shape, lengths, window) in enumerate(
-        (shape, lengths, window) for shape in SHAPES for lengths in LENGTHS for window in WINDOWS
-    )
-    for sinks in ((None, 20.0, 2.0)[number % 3],)
+CASES = [  # each pair of a shape, documents, a window and sinks
+    ([*SHAPES][(i + j) % 3], lengths, window, (None, 20.0, 2.0)[(i + 2 * j) % 3])
+    for i, lengths in enumerate(LENGTHS)
+    for j, window in enumerate(WINDOWS)
 ]
 
 

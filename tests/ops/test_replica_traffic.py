@@ -17,7 +17,7 @@ from graphmoe.ops.symm.peers import COUNT_BYTES, exchange_of
 from tests.emulated_peers import Emulation, GuardedMemory
 from tests.ops import symm_cases
 from tests.ops.ahead_of_time import launches_of
-from tests.ops.interpreted import INTERPRETING, KERNELS, device_of
+from tests.ops.interpreted import INTERPRETING, KERNELS, device_of, in_turn
 from tests.ops.replica_cases import HOLDERS, Case, assert_traffic_is_that_of_the_definition
 
 BF16 = torch.bfloat16
@@ -87,8 +87,10 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("block", [0, 2])
-@pytest.mark.parametrize("holders", ["none", "hot", "all"])
+@pytest.mark.parametrize(
+    ("holders", "block"),
+    [(each, block) for at, each in enumerate(("none", "hot", "all")) for block in in_turn((2, 0), at)],
+)
 def test_weights_come_along_with_rows_behind_the_barrier_of_these(backend, block, holders, few_programs):
     device = device_of(backend)
     case, rows = Case(3, 2, 3, holders, device=device), symm_cases.Case(3, 2, block=block, device=device)

@@ -31,7 +31,16 @@ from tests.optim.test_zero1 import (
     step,
     tensors_of,
 )
-from tests.runs import assert_same_state, config, final_state, numbers, spoil_steps, train_in, trainer_in
+from tests.runs import (
+    assert_same_state,
+    config,
+    final_state,
+    numbers,
+    slow_but,
+    spoil_steps,
+    train_in,
+    trainer_in,
+)
 from tests.runs import metrics as rows_of
 
 BF16, INT8, IN_PLACE = MomentDtype.bf16, MomentDtype.int8, MasterDtype.bf16
@@ -320,8 +329,8 @@ TEXT = (
 """docs/benchmarks/README.md has the losses of these runs with three seeds."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", STORED.values(), ids=STORED)
+# the other two have both rules and both dtypes of moments too; test_a_resume_is_bitwise runs all four
+@pytest.mark.parametrize("words", slow_but(STORED, exhaustive=("bf16", "muon, int8")))
 def test_runs_on_text_end_with_the_loss_of_fp32_state(words, tmp_path):
     losses = []
     for name, more in (("stored", words), ("fp32", [word for word in words if "_dtype=" not in word])):

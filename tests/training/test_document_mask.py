@@ -76,8 +76,11 @@ def test_units_that_replay_from_graphs_are_bitwise_the_compiled_ones(tmp_path, a
     assert_same_runs(tmp_path, words, (), (f"graph.scope={scope}",))
 
 
-@pytest.mark.parametrize("way", ["as_traced", pytest.param("unmeasured", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("words", [(), GQA], ids=["mla", "gqa"])
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [((), "as_traced"), (GQA, "as_traced"), pytest.param((), "unmeasured", marks=pytest.mark.slow)],
+    ids=["mla", "gqa", "mla by Inductor"],
+)
 def test_compiled_units_have_the_losses_of_the_plain_model(request, tmp_path, words, way):
     request.getfixturevalue(way)
     compiled = ("compile.enabled=true", f"compile.cache={way != 'as_traced'}")

@@ -8,7 +8,7 @@ recomputation count 0. A frozen weight costs 4 FLOPs a token, as it has no wgrad
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,17 @@ from torch import Tensor
 from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.attention import is_hybrid, is_linear, model_of_layer
-from graphmoe.plan.buckets import ALIGNMENT, BufferLayout, Kept, Matrices, matrices_of
+from graphmoe.plan.buckets import (
+    ALIGNMENT,
+    PIECE_ELEMENTS,
+    SLOT_SLACK,
+    SLOTS,
+    BufferLayout,
+    Kept,
+    Matrices,
+    batches,
+    matrices_of,
+)
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.experts import is_moe, moe_layers
 from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
@@ -111,10 +121,12 @@ def state_bytes(
     element_bytes: int = 2,
     dp_shard: DpShard = DpShard.zero1,
     kept: Sequence[Kept] = (Kept(FP32, 2 * FP32),),
+    offload: bool = False,
 ) -> dict[str, float]:
     """Return bytes of state by kind, on each rank that has these stages (by default all).
 
-    ``kept``: state of an element, and if matrices are updated whole, of theirs.
+    ``kept``: state of an element, and if matrices are updated whole, of theirs. With ``offload``, they
+    are in host memory (``host_bytes``), and "moments" are the device's slots for pieces of them.
 
     Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have fp32 master
     weights. With fsdp2 all is sharded; weights gathered for a layer are not counted. Frozen weights are
@@ -131,16 +143,26 @@ def state_bytes(
         }
     weights = rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)])
     found["params"] += element_bytes * sum(w.numel() for w in weights if not w.requires_grad)
-    for buffer, ranks, matrices in _flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1):
+    slot = 0
+    for buffer, ranks, matrices, pieces in _flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1):
         size, shard = buffer.size, buffer.shard_size
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
         found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
         own, rows = kept[0], shard // ALIGNMENT
         if matrices is not None:
             own, rows = kept[1], sum(count * shape.rows for shape, count in matrices.items())
-        found["main_params"] += own.main * shard if element_bytes != FP32 else 0
+        main = own.main if element_bytes != FP32 else 0
+        found["main_params"] += main * shard
         found["moments"] += own.moments * shard + own.row * rows
-    return found
+        of_pieces = ((main + own.moments) * size + own.row * rows for size, rows in pieces)
+        slot = max([slot, *of_pieces])
+    return found | {"main_params": 0.0, "moments": SLOTS * (slot + SLOT_SLACK)} if offload else found
+
+
+def host_bytes(model: ModelConfig, layout: Layout, stages: Sequence[StagePieces] = (), **named: Any) -> float:
+    """Return bytes of master weights and moments, in host memory with ``optim.offload``, as `state_bytes`."""
+    kinds = state_bytes(model, layout, stages, **named)
+    return kinds["main_params"] + kinds["moments"]
 
 
 class Owned(NamedTuple):
@@ -157,7 +179,7 @@ def owned_parameters(
 ) -> Owned:
     """Count the parameters that a rank's optimizer updates; ``whole``: matrices are updated whole."""
     elements, found = 0, Counter[Matrices]()
-    for buffer, _, matrices in _flat_buffers(model, layout, stages, bucket_mb, whole):
+    for buffer, _, matrices, _ in _flat_buffers(model, layout, stages, bucket_mb, whole):
         if matrices is None:
             elements += buffer.shard_size
         else:
@@ -167,8 +189,11 @@ def owned_parameters(
 
 def _flat_buffers(
     model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float, whole: bool
-) -> Iterator[tuple[BufferLayout, int, Counter[Matrices] | None]]:
-    """Yield the first rank's buffers, the number of their ranks, its matrices if they are updated whole."""
+) -> Iterator[tuple[BufferLayout, int, Counter[Matrices] | None, list[tuple[int, int]]]]:
+    """Yield the first rank's buffers, the number of their ranks, its matrices if they are updated whole.
+
+    At last elements and rows of its pieces, by which ``optim.offload`` updates.
+    """
     families: dict[object, list[tuple[Matrices | None, Tensor]]] = {}
     stages = stages or [all_pieces(model.num_layers, model.mtp_depth)]
     for name, weight in _named_weights(model, layout, stages):
@@ -180,12 +205,16 @@ def _flat_buffers(
     for shapes, weights in (zip(*members, strict=True) for members in families.values()):
         ranks = layout.size(layout_of(weights[0]).summed_over)
         if shapes[0] is None:
-            yield BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32), ranks, None
+            buffer = BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32)
+            size = min(max(buffer.decayed, buffer.shard_size - buffer.decayed), PIECE_ELEMENTS)
+            yield buffer, ranks, None, [(size, size // ALIGNMENT)]
             continue
         buffer, matrices = BufferLayout.of_matrices(weights, ranks, 0), Counter[Matrices]()
-        for i, _, part in buffer.own_ranges(weights):
-            matrices[shapes[i]] += (part.stop - part.start) // shapes[i].size
-        yield buffer, ranks, matrices
+        parts = [(part, shapes[i]) for i, _, part in buffer.own_ranges(weights)]
+        for part, shape in parts:
+            matrices[shape] += (part.stop - part.start) // shape.size
+        sizes = [(part.stop - part.start, shape.columns) for part, shape in batches(parts)]
+        yield buffer, ranks, matrices, [(size, size // columns) for size, columns in sizes]
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:

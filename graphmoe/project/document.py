@@ -21,7 +21,7 @@ from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
 from graphmoe.training import memory
 from graphmoe.training.auto import decided, machine_of
-from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, memory_of_places
+from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, host_of_places, memory_of_places
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
@@ -93,6 +93,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
             "layout": pipeline.layout,
         },
         "memory_gb": dict(of_places[worst]),
+        "host_gb": max(host_of_places(plan)) / 1e9,
         "worst_rank": worst * of_stage,
         "memory_gb_per_rank": [dict(of_place) for of_place in of_places for _ in range(of_stage)],
         "left_gb": card.memory_gb - total,

@@ -216,6 +216,7 @@ class Estimates:
                 bucket_mb=optim.bucket_mb,
                 element_bytes=self._plain.element_bytes,
                 kept=kept_of(optim),
+                offload=optim.offload,
             ),
             reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages),
             update_seconds(optim, owned, self.speeds),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphmoe.config.schema import GraphConfig, MoEConfig
-from graphmoe.model.sizes import STATE_KINDS, Owned, state_bytes
+from graphmoe.model.sizes import STATE_KINDS, Owned, host_bytes, state_bytes
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim.storage import kept_of
@@ -115,12 +115,20 @@ def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
 
 
 def state_of_place(plan: Plan, place: int) -> dict[str, float]:
-    """Return a rank's bytes of weights, gradients and moments at a pipeline position."""
+    """Return a rank's bytes of weights, gradients and moments on its device at a pipeline position."""
     return state_bytes(
         plan.model, plan.layout, plan.own_stages(place), bucket_mb=plan.optim.bucket_mb,
         element_bytes=plan.dtype.itemsize, dp_shard=plan.parallel.dp_shard,
-        kept=kept_of(plan.optim),
+        kept=kept_of(plan.optim), offload=plan.optim.offload,
     )  # fmt: skip
+
+
+def host_of_places(plan: Plan) -> list[float]:
+    """Return a rank's bytes in host memory by pipeline position: optimizer state of ``optim.offload``."""
+    named = {"bucket_mb": plan.optim.bucket_mb, "element_bytes": plan.dtype.itemsize}
+    own = [plan.own_stages(place) for place in range(plan.layout.pp) if plan.optim.offload]
+    found = [host_bytes(plan.model, plan.layout, each, **named, kept=kept_of(plan.optim)) for each in own]
+    return found or [0.0] * plan.layout.pp
 
 
 def own_buffer_bytes(

@@ -29,7 +29,7 @@ from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.training.export import check_export
-from graphmoe.training.memory import chunk_bytes, in_flight, state_of_place
+from graphmoe.training.memory import chunk_bytes, host_of_places, in_flight, state_of_place
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
             f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB{where}, and this "
             f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts{instead}"
         )
+    _check_host(plan, needed if device.type == "cpu" else 0.0)
     _check_batches(plan)
     _check_activations(plan, device, needed_by_place)
 
@@ -115,6 +116,18 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 def state_of_places(plan: Plan) -> list[float]:
     """Return a rank's bytes of weights, gradients and moments by pipeline position."""
     return [sum(state_of_place(plan, place).values()) for place in range(plan.layout.pp)]
+
+
+def _check_host(plan: Plan, beside: float) -> None:
+    asked, world = plan.config.launch.nproc, plan.layout.size("world")
+    ranks = min(asked, world) if isinstance(asked, int) else world
+    needed, there = ranks * (max(host_of_places(plan)) + beside), memory_of(torch.device("cpu"))
+    if plan.optim.offload and needed > there:
+        raise ConfigError(
+            f"optim.offload=true: master weights and moments of the {ranks} ranks of a node take "
+            f"{needed / 2**30:.1f} GiB of host memory, and this node has {there / 2**30:.1f} GiB; use "
+            f"optim.moment_dtype=int8, more nodes or optim.offload=false"
+        )
 
 
 def _check_batches(plan: Plan) -> None:

@@ -159,7 +159,7 @@ def test_a_word_for_a_thing_gets_an_answer_about_the_thing():
         "deepspeed=ds.json": "parallel.dp_shard=fsdp2",
         "zero3=true": "parallel.dp_shard=fsdp2",
         "parallel.dp_shard=zero3": "expected one of [zero1, fsdp2]; parallel.dp_shard=zero1, the default",
-        "optim.cpu_offload=true": "nothing is moved to the host's memory",
+        "optim.cpu_offload=true": "optim.offload=true keeps master weights and moments in the host's memory",
         "model.attention_dropout=0.1": "there is no dropout",
         "train.gradient_checkpointing=true": "recompute=all computes layers again",
         "precision=fp8": "precision.fp8=rowwise",

@@ -38,6 +38,7 @@ class MemoryLog:
         self.peak_by_segment: dict[str, int] = {}
         self.peak_phase = ""
         self.peaks: dict[str, int] = {}  # largest sum per phase
+        self.host_bytes = 0  # bytes that ``leave`` left out
         self._live: set[int] = set()
 
     @property
@@ -49,6 +50,13 @@ class MemoryLog:
         for tensor in tensors:
             self._add(tensor, kind)
         self.held = dict(self.now)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors in host memory apart, unless ``hold`` has counted them; call after it."""
+        storages = dict(map(storage_of, tensors))
+        apart = [storages[key] for key in storages.keys() - self._live]
+        self.host_bytes += sum(storage.nbytes() for storage in apart)
+        self._live |= storages.keys()
 
     def saw(self, result: Any, phase: str, segment: str = "") -> None:
         """Count an operation's result; a storage not seen before counts as kind ``phase``."""

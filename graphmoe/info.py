@@ -89,12 +89,16 @@ def describe(plan: Plan) -> dict[str, Any]:
 
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
     optim, dp_shard = plan.optim, plan.parallel.dp_shard
-    given: dict[str, Any] = {"bucket_mb": optim.bucket_mb, "kept": kept_of(optim)}
-    state = functools.partial(state_bytes, model, **given, offload=optim.offload)
+    kept = kept_of(optim)
+    state = functools.partial(state_bytes, model, bucket_mb=optim.bucket_mb, kept=kept, offload=optim.offload)
     names = {**KINDS, "moments": "slots" if optim.offload else f"moments_{optim.moment_dtype}"}
     stages_of = [plan.own_stages(place) for place in range(layout.pp)]
     of_places = [_whole_bytes(state(layout, stages, dp_shard=dp_shard), names) for stages in stages_of]
-    on_host = [host_bytes(model, layout, stages, **given) for stages in stages_of if optim.offload]
+    on_host = [
+        host_bytes(model, layout, stages, bucket_mb=optim.bucket_mb, kept=kept)
+        for stages in stages_of
+        if optim.offload
+    ]
     by_part, by_part_of_step = (count(model, plan.seq_len) for count in (forward_flops, step_flops))
     forward, total = sum(by_part.values()), sum(by_part_of_step.values())
     flops = {

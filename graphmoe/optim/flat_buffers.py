@@ -131,8 +131,8 @@ class Family:
         """Return the range of each region in this rank's shards, and its shape."""
         if self.of_matrices:
             own = self.layout.own_ranges(self.weights)
-            parts = [(part, matrices_of(self.names[i], self.weights[i])) for i, _, part in own]
-            found = batches((part, shape) for part, shape in parts if shape is not None)
+            shapes = [(part, matrices_of(self.names[i], self.weights[i])) for i, _, part in own]
+            found = batches((part, shape) for part, shape in shapes if shape is not None)
             return [(part, ((part.stop - part.start) // shape.size, *shape)) for part, shape in found]
         end, size = self.layout.decayed, self.layout.shard_size
         parts = [part for part in (slice(0, end), slice(end, size)) if part.stop > part.start]

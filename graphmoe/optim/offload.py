@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.optim.storage import ROW, Region
 from graphmoe.plan.buckets import PIECE_ELEMENTS, SLOT_SLACK, SLOTS
 
@@ -24,7 +25,7 @@ Pair = tuple[Tensor, Tensor]  # copies the second to the first
 
 
 def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros [size] in host memory, pinned if ``device`` is a GPU. *Raises* RuntimeError if it can't."""
+    """Return zeros [size] in host memory, pinned if ``device`` is a GPU. *Raises* ConfigError."""
     if device.type != "cuda":
         return torch.zeros(size, dtype=dtype)
     # Whole pages, registered: torch's allocator of pinned memory would round up to a power of two.
@@ -34,7 +35,7 @@ def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     pages, runtime = memory[start : start + num_bytes], torch.cuda.cudart()
     address = pages.data_ptr()
     if int(error := runtime.cudaHostRegister(address, num_bytes, 0)):
-        raise RuntimeError(
+        raise ConfigError(
             f"optim.offload=true: {num_bytes / 2**30:.1f} GiB of host memory cannot be pinned ({error}); "
             f"raise the limit of locked memory (ulimit -l), or use optim.offload=false"
         )

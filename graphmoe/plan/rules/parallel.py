@@ -230,8 +230,8 @@ def storage_rules(config: RunConfig) -> Iterator[str]:
         )
     if optim.offload and optim.qk_clip > 0:
         yield (
-            f"optim.qk_clip={optim.qk_clip:g} scales master weights after the update, when optim.offload=true "
-            f"has them in host memory; use optim.qk_clip=0, or optim.offload=false"
+            f"optim.qk_clip={optim.qk_clip:g} scales master weights after the update, and optim.offload=true "
+            f"has them in host memory then; use optim.qk_clip=0, or optim.offload=false"
         )
     if optim.master_dtype is MasterDtype.fp32:
         return

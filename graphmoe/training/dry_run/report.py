@@ -44,7 +44,8 @@ def render(document: dict[str, Any]) -> Group:
         _collective_table(document["collectives"]),
         "\n[bold]Memory[/bold]",
         _memory_table(document["memory"]),
-        *[f"in host memory: {_gib(document['memory']['host_bytes'])} GiB"] * (document["memory"]["host_bytes"] > 0),
+        *[f"in host memory: {_gib(document['memory']['host_bytes'])} GiB"]
+        * (document["memory"]["host_bytes"] > 0),
         f"not counted: {', '.join(document['memory']['not_counted'])}",
         "",
         verdict(document),

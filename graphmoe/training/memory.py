@@ -11,7 +11,14 @@ from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim.storage import kept_of
 from graphmoe.plan.attention import LINEAR_CHUNK, is_linear
-from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
+from graphmoe.plan.costs.activations import (
+    DENSE_SEGMENTS,
+    MOE_SEGMENTS,
+    Bytes,
+    made_again,
+    offloaded,
+    stage_activations,
+)
 from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
 from graphmoe.plan.costs.sizes import Sizes
@@ -123,6 +130,13 @@ def state_of_place(plan: Plan, place: int) -> dict[str, float]:
     )  # fmt: skip
 
 
+def activations_on_host(plan: Plan, *, on_nvidia: bool) -> Sequence[float]:
+    """Return the most bytes of ``recompute.offload`` in host memory by pipeline position."""
+    sizes, depth = plan.sizes(on_nvidia=on_nvidia), plan.model.num_layers
+    layers = ([*stage.layers, *(depth + k for k in stage.mtp)] for stage in plan.stages)
+    return in_flight(plan, [sum(offloaded(sizes, plan.recompute, i) for i in own) for own in layers])
+
+
 def host_of_places(plan: Plan) -> list[float]:
     """Return a rank's bytes in host memory by pipeline position: optimizer state of ``optim.offload``."""
     named = {"bucket_mb": plan.optim.bucket_mb, "element_bytes": plan.dtype.itemsize}
@@ -181,7 +195,9 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
         mlp = _experts_work(own)
         if not is_moe(model, index):
             mlp = e * sizes.gathered * 3 * model.dense_ffn_size // sizes.layout.tp + 3 * sizes.state
-        found.append(max(_attention_work(own), mlp) + made_again(sizes, recompute, index))
+        # besides what this layer's backward reads, the next one's is fetched
+        again = made_again(sizes, recompute, index) + offloaded(sizes, recompute, index)
+        found.append(max(_attention_work(own), mlp) + again)
     if any(stage.loss for stage in stages):
         found.append(_loss_work(sizes))
     return max(found)

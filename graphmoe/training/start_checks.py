@@ -29,7 +29,13 @@ from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.training.export import check_export
-from graphmoe.training.memory import chunk_bytes, host_of_places, in_flight, state_of_place
+from graphmoe.training.memory import (
+    activations_on_host,
+    chunk_bytes,
+    host_of_places,
+    in_flight,
+    state_of_place,
+)
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +133,15 @@ def _check_host(plan: Plan, beside: float) -> None:
             f"optim.offload=true: master weights and moments of the {ranks} ranks of a node take "
             f"{needed / 2**30:.1f} GiB of host memory, and this node has {there / 2**30:.1f} GiB; use "
             f"optim.moment_dtype=int8, more nodes or optim.offload=false"
+        )
+    if not plan.recompute.offload:
+        return
+    kept = ranks * SURE * max(activations_on_host(plan, on_nvidia=True))
+    if needed + kept > there:
+        raise ConfigError(
+            f"recompute.offload={plan.config.recompute.offload}: saved activations of the {ranks} ranks of a "
+            f"node take at least {kept / 2**30:.1f} GiB of host memory, beside {needed / 2**30:.1f} GiB of "
+            f"{there / 2**30:.1f}; use fewer segments, or a smaller train.micro_batch_size"
         )
 
 

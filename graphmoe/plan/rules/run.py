@@ -255,6 +255,7 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
         "segments": (wanted.segments, LAYER_SEGMENTS),
         "ops": (wanted.ops, PARTS),
         "layer_ids": (wanted.layer_ids, range(last + 1)),
+        "offload": (wanted.offload, LAYER_SEGMENTS),
     }
     if last < 0:
         return  # other rules refuse such a model
@@ -274,6 +275,7 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
             f"recompute.ops={wanted.ops} needs compiled graphs, but compile.enabled=false; use "
             f"compile.enabled=true, or recompute.segments"
         )
+    yield from _offload_rules(config)
     layers = [i for i in wanted.layer_ids if 0 <= i <= last] or range(last + 1)
     for key, name in [*(("segments", n) for n in wanted.segments), *(("ops", n) for n in wanted.ops)]:
         having = _layers_with(name, model)
@@ -284,6 +286,24 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
                 f"recompute.{key} names {name}, which no layer of recompute.layer_ids={wanted.layer_ids} "
                 f"has; leave it out, or name some of the layers {having[0]} to {having[-1]}"
             )
+
+
+def _offload_rules(config: RunConfig) -> Iterator[str]:
+    wanted, scope = config.recompute, config.graph.scope
+    given = f"recompute.offload={wanted.offload}"
+    for name in (name for name in wanted.offload if name in LAYER_SEGMENTS):
+        if not _layers_with(name, config.model):
+            yield f"recompute.offload names {name}, which this model does not have; leave it out"
+    if again := [name for name in wanted.offload if name in wanted.segments and not wanted.layer_ids]:
+        yield f"{given} has {', '.join(again)}, which recompute.segments computes again; name each in one"
+    captured = CAPTURABLE if scope == FULL_ITERATION else segments_of(scope)
+    if inside := [name for name in wanted.offload if name in captured]:
+        yield (
+            f"{given} has {', '.join(inside)}, and graph.scope={scope} captures what they save at fixed "
+            f"addresses; use graph.scope=none, or leave them out"
+        )
+    if wanted.offload and config.pipeline.ep_overlap is True:
+        yield f"{given} copies behind one stream; use pipeline.ep_overlap=false, or recompute.offload=[]"
 
 
 def profile_rules(config: RunConfig) -> Iterator[str]:

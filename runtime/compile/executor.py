@@ -71,7 +71,7 @@ class CompiledSegments:
         self.runner = runner
         self._gradient_of = gradient_of  # None leaves gradients to autograd
         self._capture = capture
-        self._recompute = recompute or Recompute()
+        self._recompute = Recompute() if recompute is None else recompute
         self._unit_turns = unit_turns
         self._weight_forms = weight_forms  # None: each forward and backward quantizes weights
         self._pending: PendingWeightGrads | None = None  # backwards append wgrad here; None: they run it

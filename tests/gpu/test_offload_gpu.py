@@ -7,6 +7,7 @@ import torch
 
 from graphmoe.optim import offload
 from graphmoe.plan.buckets import SLOTS
+from graphmoe.training.memory import activations_on_host
 from tests.gpu.tiny import COMPILED
 from tests.runs import assert_same_state
 
@@ -85,3 +86,27 @@ def test_the_device_holds_less_by_the_bytes_of_the_state(warm):
         slots = sum(slot.nbytes for slot in trainer.optimizer.slots)
     assert moved > 2 * slots > 0
     assert peaks[0] - peaks[1] == pytest.approx(moved - slots, rel=0.05)
+
+
+STORED = "recompute.offload=[attn,mlp,moe_router,shared_experts,moe_experts]"
+
+
+@COMPILED
+def test_stored_activations_give_the_bits_of_those_on_the_device(warm, deterministic_words, compiled):
+    words = (compiled, "model.num_layers=4", "train.micro_batch_size=2", *deterministic_words)
+    assert_same_state(*(state_of(warm(*words, *more, steps=5)) for more in ((), (STORED,))))
+
+
+def test_the_peak_is_lower_by_the_activations_of_all_but_two_layers(warm):
+    sizes = ("model.num_layers=12", "model.hidden_size=512", "model.context_length=2048", "data.seq_len=2048")
+    peaks, lasting = [], []
+    for more in ((), ("recompute.offload=[attn,moe_experts]",)):
+        trainer = warm("compile.enabled=true", *sizes, "train.micro_batch_size=4", *more, steps=2)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer._train_step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        lasting.append(trainer.plan)
+    per_layer = activations_on_host(lasting[1], on_nvidia=True)[0] / 12
+    assert peaks[0] - peaks[1] == pytest.approx(10 * per_layer, rel=0.15)

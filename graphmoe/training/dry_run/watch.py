@@ -132,7 +132,7 @@ class StepWatch(TorchDispatchMode):
             self.phase = "backward"
         self._collectives.saw(func, args, result, self.phase)
         if self.on_host:
-            self._memory.leave([result])
+            self._memory.leave([result] if isinstance(result, Tensor) else [])
             return result
         self._memory.saw(result, self.phase, self.segment)
         if inside := bytes_inside(func, args):

@@ -182,7 +182,7 @@ def _stored(host: HostActivations, run: Callable[..., Any], *tensors: Tensor) ->
 
     def pack(tensor: Tensor) -> int | Tensor:
         base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter) or not tensor.numel():
+        if isinstance(base, nn.Parameter) or not tensor.numel() or tensor.device != tensors[0].device:
             return tensor
         if id(tensor) not in indices:
             known.append(tensor)  # so that its id stays its own

@@ -8,6 +8,7 @@ import torch
 from graphmoe.optim import offload
 from graphmoe.plan.buckets import SLOTS
 from graphmoe.training.memory import activations_on_host
+from tests.gpu.sleeping import syncs_are_errors
 from tests.gpu.tiny import COMPILED
 from tests.runs import assert_same_state
 
@@ -63,11 +64,8 @@ def test_a_captured_step_streams_from_the_same_addresses(warm, small_pieces, det
 @COMPILED
 def test_a_streamed_step_never_waits_for_the_device(warm, small_pieces, compiled):
     trainer = warm(compiled, *ONE_LAYER, "optim.offload=true", steps=5)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         trainer._train_step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_device_holds_less_by_the_bytes_of_the_state(warm):

@@ -54,7 +54,7 @@ class HostState:
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
         parts = [piece for region in regions for piece in pieces_of(region)]
-        size = max((_num_bytes(_moved(part)) for part in parts), default=0) + SLOT_SLACK
+        size = max((sum(each.nbytes for each in _moved(part)) for part in parts), default=0) + SLOT_SLACK
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self.pieces = [_placed(part, self.slots[i % SLOTS]) for i, part in enumerate(parts)]
         self._device, self._inward, self._outward = device, _Copies(device), _Copies(device)
@@ -134,10 +134,6 @@ def _moved(region: Region) -> list[Tensor]:
     # master weights that are the model's own weights stay on the device
     mains = [region.main] if region.rounded else []
     return [*mains, *region.moments, *region.scales, *region.origins]
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _placed(part: Region, slot: Tensor) -> _Piece:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -124,31 +124,23 @@ class Saved:
             flat = torch.empty(stop - start, dtype=source.dtype, pin_memory=source.is_cuda)
         return _Span(flat.copy_(source, non_blocking=True), start, members)
 
-    def _copying(self, device: torch.device) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _copying(self, device: torch.device) -> Iterator[None]:
         if device.type != "cuda":
-            return nullcontext()
+            yield
+            return
         if self._owner.stream is None:
             self._owner.stream = torch.cuda.Stream(device)
         # memory of fetched tensors is the current stream's, which may still read what was there before
         self._owner.stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = self._copied or torch.cuda.Event()
-        return _OnStream(self._owner.stream, self._copied)
+        with torch.cuda.stream(self._owner.stream):
+            yield
+            self._copied.record()
 
     def _wait(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-
-
-class _OnStream:
-    def __init__(self, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
-        self._stream, self._done, self._context = stream, done, torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._done.record(self._stream)
-        self._context.__exit__(*error)
 
 
 def _length(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -179,10 +171,11 @@ def offloading(execute: Executor, recompute: Recompute, host: HostActivations) -
 def _stored(host: HostActivations, run: Callable[..., Any], *tensors: Tensor) -> Any:
     saved, indices, known = host.begin(), dict[int, int](), list[Tensor]()
     fetched: list[Tensor] = []
+    device = tensors[0].device  # not the tensors: autograd holds the functions below until the backward
 
     def pack(tensor: Tensor) -> int | Tensor:
         base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter) or not tensor.numel() or tensor.device != tensors[0].device:
+        if isinstance(base, nn.Parameter) or not tensor.numel() or tensor.device != device:
             return tensor
         if id(tensor) not in indices:
             known.append(tensor)  # so that its id stays its own

@@ -1,5 +1,8 @@
 """Saved activations in host memory: the gradients of those on the device, what is stored, what is fetched."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.rules import check
 from graphmoe.runtime.compile import host_activations
 from graphmoe.runtime.compile.host_activations import HostActivations, Saved, offloading
-from graphmoe.segments import LAYER_SEGMENTS, run_segments
+from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
 from graphmoe.training.dry_run import dry_run
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import assert_same_state, config, numbers, train_in
@@ -93,6 +96,19 @@ def test_weights_stay_on_the_device(monkeypatch):
     loss_and_gradients(model, offloading(run_segments, recompute(offload=EVERY), HostActivations()))
     weights = {weight.data_ptr() for weight in model.parameters()}
     assert stored and not weights & {tensor.data_ptr() for tensor in stored}
+
+
+def test_the_graph_of_a_segment_holds_none_of_its_tensors():
+    host, wanted = HostActivations(), recompute(offload=["attn"])
+    segment = Segment("attn", lambda x: (x * 2).sin().exp(), ("x",), ("x",), layer=0)
+    values = {"x": (x := torch.ones(5, requires_grad=True) * 3)}
+    (result,) = offloading(run_segments, wanted, host)([segment], values, ("x",))
+    held, total = weakref.ref(x), result.sum()
+    del x, values, result
+    host.begin()
+    gc.collect()
+    assert held() is None and total.grad_fn is not None
+    total.backward()
 
 
 @pytest.mark.usefixtures("as_traced")

@@ -140,7 +140,7 @@ REFUSED = {
     "recompute.offload=[attn,attn]": "names attn twice; name each once",
     "recompute.all=true": "leave out recompute.offload=['attn']",
     "recompute.segments=[attn]": "which recompute.segments computes again; name each in one",
-    "graph.scope=layer": "graph.scope=layer captures what they save at fixed addresses; use graph.scope=none",
+    "graph.scope=layer": "which graph.scope=layer captures; use graph.scope=none",
     "graph.scope=full_iteration": "use graph.scope=none, or leave them out",
     "pipeline.ep_overlap=true": "use pipeline.ep_overlap=false, or recompute.offload=",
 }

@@ -291,17 +291,14 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
 def _offload_rules(config: RunConfig) -> Iterator[str]:
     wanted, scope = config.recompute, config.graph.scope
     given = f"recompute.offload={wanted.offload}"
-    for name in (name for name in wanted.offload if name in LAYER_SEGMENTS):
-        if not _layers_with(name, config.model):
-            yield f"recompute.offload names {name}, which this model does not have; leave it out"
+    if lost := [n for n in wanted.offload if n in LAYER_SEGMENTS and not _layers_with(n, config.model)]:
+        yield f"{given} has {', '.join(lost)}, which this model does not have; leave it out"
     if again := [name for name in wanted.offload if name in wanted.segments and not wanted.layer_ids]:
         yield f"{given} has {', '.join(again)}, which recompute.segments computes again; name each in one"
     captured = CAPTURABLE if scope == FULL_ITERATION else segments_of(scope)
     if inside := [name for name in wanted.offload if name in captured]:
-        yield (
-            f"{given} has {', '.join(inside)}, and graph.scope={scope} captures what they save at fixed "
-            f"addresses; use graph.scope=none, or leave them out"
-        )
+        words = f"{given} has {', '.join(inside)}, which graph.scope={scope} captures"
+        yield f"{words}; use graph.scope=none, or leave them out"
     if wanted.offload and config.pipeline.ep_overlap is True:
         yield f"{given} copies behind one stream; use pipeline.ep_overlap=false, or recompute.offload=[]"
 

@@ -83,18 +83,28 @@ def smallest_layout(cfg: RunConfig) -> Layout:
 
 def describe(plan: Plan) -> dict[str, Any]:
     """Return parameters, FLOPs per token, and state bytes: unsharded, of the largest rank, by pp rank."""
-    from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes, step_flops  # imports torch
+    # imports torch
+    from graphmoe.model.sizes import count_parameters, forward_flops, host_bytes, state_bytes, step_flops
     from graphmoe.optim.storage import kept_of
 
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
     optim, dp_shard = plan.optim, plan.parallel.dp_shard
+    kept = kept_of(optim)
     state = functools.partial(
-        state_bytes, model, bucket_mb=optim.bucket_mb, kept=kept_of(optim), grad_shard=optim.grad_shard
+        state_bytes,
+        model,
+        bucket_mb=optim.bucket_mb,
+        kept=kept,
+        grad_shard=optim.grad_shard,
+        offload=optim.offload,
     )
-    names = {**KINDS, "moments": f"moments_{optim.moment_dtype}"}
-    of_places = [
-        _whole_bytes(state(layout, stages, dp_shard=dp_shard), names)
-        for stages in map(plan.own_stages, range(layout.pp))
+    names = {**KINDS, "moments": "slots" if optim.offload else f"moments_{optim.moment_dtype}"}
+    stages_of = [plan.own_stages(place) for place in range(layout.pp)]
+    of_places = [_whole_bytes(state(layout, stages, dp_shard=dp_shard), names) for stages in stages_of]
+    on_host = [
+        host_bytes(model, layout, stages, bucket_mb=optim.bucket_mb, kept=kept)
+        for stages in stages_of
+        if optim.offload
     ]
     by_part, by_part_of_step = (count(model, plan.seq_len) for count in (forward_flops, step_flops))
     forward, total = sum(by_part.values()), sum(by_part_of_step.values())
@@ -109,6 +119,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "num_ranks": layout.size("world"),
         "memory_bytes": _whole_bytes(state(ALONE), names),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
+        "host_bytes_per_rank": round(max(on_host, default=0)),
     }  # fmt: skip
     if pipeline:
         document["pipeline"] = {
@@ -140,6 +151,8 @@ def render(document: dict[str, Any]) -> Group:
         _flops_table(document["flops_per_token"]),
         f"\n[bold]Memory of training[/bold] in {formats}, without {unknown}{ranks}",
         _memory_table(document),
+        *[f"in host memory, for each rank: {document['host_bytes_per_rank'] / 2**30:,.3f} GiB"]
+        * (document["host_bytes_per_rank"] > 0),
     )
 
 

@@ -160,8 +160,9 @@ ANSWERS = {
     r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"{_CHAT}; checkpoint.init_from=FOLDER goes on with weights",
     r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "
     "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
-    r"\w*offload\w*": "nothing is moved to the host's memory; recompute=all, parallel.dp_shard=fsdp2 and a "
-    "larger parallel.ep need less of the GPU's",
+    r"\w*offload\w*": "optim.offload=true keeps master weights and moments in the host's memory, "
+    "recompute.offload=[attn,moe_experts] saved activations; recompute=all and parallel.dp_shard=fsdp2 need "
+    "less of the GPU's",
     r"\w*dropout\w*": "there is no dropout; optim.weight_decay=0.1 regularizes",
     r"(?:gradient|activation)_checkpoint\w*|checkpoint_activations|remat": "recompute=all computes layers "
     "again in the backward; recompute.segments and recompute.ops choose parts",

@@ -159,6 +159,8 @@ class OptimConfig:
     """Storage of moments: fp32, bf16, or int8 with a scale for each 64 elements (docs/tuning.md)."""
     master_dtype: MasterDtype = MasterDtype.fp32
     """Master weights of bf16 weights: fp32, or bf16 (none: the weights are rounded stochastically)."""
+    offload: bool = False
+    """Master weights and moments are in host memory, streamed through the GPU at each update."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
     """fp32 gradient reduction bucket in MB, > 0."""
     grad_shard: bool = False

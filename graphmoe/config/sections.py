@@ -302,6 +302,8 @@ class RecomputeConfig:
     """Segments recomputed from their inputs."""
     ops: list[str] = field(default_factory=list)
     """Recomputed parts in compiled runs: layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts."""
+    offload: list[str] = field(default_factory=list)
+    """Segments whose saved activations are in host memory until the backward, of every layer."""
     layer_ids: list[int] = field(default_factory=list)
     """Layers whose segments and ops are recomputed, or without these the whole layers; from 0,
     multi-token-prediction layers last; []: all."""

@@ -8,7 +8,7 @@ recomputation count 0. A frozen weight costs 4 FLOPs a token, as it has no wgrad
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,17 @@ from torch import Tensor
 from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.attention import is_hybrid, is_linear, model_of_layer
-from graphmoe.plan.buckets import ALIGNMENT, BufferLayout, Kept, Matrices, matrices_of
+from graphmoe.plan.buckets import (
+    ALIGNMENT,
+    PIECE_ELEMENTS,
+    SLOT_SLACK,
+    SLOTS,
+    BufferLayout,
+    Kept,
+    Matrices,
+    batches,
+    matrices_of,
+)
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.experts import is_moe, moe_layers
 from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of, ranks_of
@@ -118,10 +128,12 @@ def state_bytes(
     dp_shard: DpShard = DpShard.zero1,
     kept: Sequence[Kept] = (Kept(FP32, 2 * FP32),),
     grad_shard: bool = False,
+    offload: bool = False,
 ) -> dict[str, float]:
     """Return bytes of state by kind, on each rank that has these stages (by default all).
 
-    ``kept``: state of an element, and if matrices are updated whole, of theirs.
+    ``kept``: state of an element, and if matrices are updated whole, of theirs. With ``offload``, they
+    are in host memory (``host_bytes``), and "moments" are the device's slots for pieces of them.
 
     Flat buffers hold whole weights and gradients, and a rank's shard of all. With ``grad_shard`` slots hold
     the gradients of several ranks. bf16 weights have fp32 master weights. With fsdp2 all is sharded; weights
@@ -138,10 +150,10 @@ def state_bytes(
         }
     weights = rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)])
     found["params"] += element_bytes * sum(w.numel() for w in weights if not w.requires_grad)
-    buffers = [*_flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1)]
+    buffers, slot = [*_flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1)], 0
     if grad_shard:
         found["grads"] += FP32 * sum(_slots(model, layout, stages, buffers).lengths)
-    for _, buffer, ranks, matrices in buffers:
+    for _, buffer, ranks, matrices, pieces in buffers:
         size, shard = buffer.size, buffer.shard_size
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
         whole = 0 if grad_shard and ranks > 1 else size
@@ -149,9 +161,18 @@ def state_bytes(
         own, rows = kept[0], shard // ALIGNMENT
         if matrices is not None:
             own, rows = kept[1], sum(count * shape.rows for shape, count in matrices.items())
-        found["main_params"] += own.main * shard if element_bytes != FP32 else 0
+        main = own.main if element_bytes != FP32 else 0
+        found["main_params"] += main * shard
         found["moments"] += own.moments * shard + own.row * rows
-    return found
+        of_pieces = ((main + own.moments) * size + own.row * rows for size, rows in pieces)
+        slot = max([slot, *of_pieces])
+    return found | {"main_params": 0.0, "moments": SLOTS * (slot + SLOT_SLACK)} if offload else found
+
+
+def host_bytes(model: ModelConfig, layout: Layout, stages: Sequence[StagePieces] = (), **named: Any) -> float:
+    """Return bytes of master weights and moments, in host memory with ``optim.offload``, as `state_bytes`."""
+    kinds = state_bytes(model, layout, stages, **named)
+    return kinds["main_params"] + kinds["moments"]
 
 
 class Owned(NamedTuple):
@@ -168,7 +189,7 @@ def owned_parameters(
 ) -> Owned:
     """Count the parameters that a rank's optimizer updates; ``whole``: matrices are updated whole."""
     elements, found = 0, Counter[Matrices]()
-    for _, buffer, _, matrices in _flat_buffers(model, layout, stages, bucket_mb, whole):
+    for _, buffer, _, matrices, _ in _flat_buffers(model, layout, stages, bucket_mb, whole):
         if matrices is None:
             elements += buffer.shard_size
         else:
@@ -182,7 +203,7 @@ def reduced_elements(
     """Count, by axis, gradients reduced in each micro-batch with ``grad_shard``; others once in a step."""
     found, buffers = Counter[Axis](), [*_flat_buffers(model, layout, stages, bucket_mb, whole)]
     slots, number = _slots(model, layout, stages, buffers), 0
-    for weights, buffer, ranks, _ in buffers:
+    for weights, buffer, ranks, *_ in buffers:
         axis = layout_of(next(iter(weights.values()))).summed_over
         for bucket in buffer.buckets if ranks > 1 else ():
             found[axis] += (bucket.whole.stop - bucket.whole.start) * slots.is_shared(number)
@@ -198,6 +219,8 @@ class _Buffer(NamedTuple):
     ranks: int
     matrices: Counter[Matrices] | None
     """That the rank owns, if they are updated whole."""
+    pieces: list[tuple[int, int]]
+    """Elements and rows, by which ``optim.offload`` updates."""
 
 
 def _slots(
@@ -223,14 +246,19 @@ def _flat_buffers(
         names, weights = [*named], [*named.values()]
         ranks = layout.size(layout_of(weights[0]).summed_over)
         if not is_matrix:
-            yield _Buffer(named, BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32), ranks, None)
+            buffer = BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32)
+            size = min(max(buffer.decayed, buffer.shard_size - buffer.decayed), PIECE_ELEMENTS)
+            yield _Buffer(named, buffer, ranks, None, [(size, size // ALIGNMENT)])
             continue
         buffer, matrices = BufferLayout.of_matrices(weights, ranks, 0), Counter[Matrices]()
+        parts = list[tuple[slice, Matrices]]()
         for i, _, part in buffer.own_ranges(weights):
             shape = matrices_of(names[i], weights[i])
             assert shape is not None
             matrices[shape] += (part.stop - part.start) // shape.size
-        yield _Buffer(named, buffer, ranks, matrices)
+            parts.append((part, shape))
+        sizes = [(part.stop - part.start, shape.columns) for part, shape in batches(parts)]
+        yield _Buffer(named, buffer, ranks, matrices, [(size, size // columns) for size, columns in sizes])
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:

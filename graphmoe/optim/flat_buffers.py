@@ -10,6 +10,7 @@ parameter boundaries. Rank 1 of 3 owns::
 If the rule updates whole matrices, these have buffers of their own, in which each matrix has one owner.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
+from graphmoe.optim.offload import host_zeros
 from graphmoe.optim.rule import UpdateRule
 from graphmoe.optim.storage import ROW, SMALLEST, Region, Storage, decode, encode, origins_of
-from graphmoe.plan.buckets import Bucket, BufferLayout, Matrices, matrices_of
+from graphmoe.plan.buckets import Bucket, BufferLayout, batches, matrices_of
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.plan.slots import gradient_slots
 from graphmoe.runtime.ranks import Mesh
 
 PLAIN = Storage()
-BATCH_ELEMENTS = 2**26  # most elements of a batch of matrices, which bounds the memory of an update
 
 
 class Family:
@@ -71,23 +72,27 @@ class Family:
         if self.grad is not None:
             self._gradients = {b.whole.start: self.grad[b.whole] for b in self.layout.buckets}
         self.weight_shard = self._own(self.weight)
+        zeros = functools.partial(host_zeros if storage.offload else torch.zeros, device=device)
         # master weights; ``weight_shard`` itself if that is fp32 or there are none
-        self.main = self.weight_shard if storage.in_place else self.weight_shard.float()
+        self.main = self.weight_shard
+        if dtype != torch.float32 and not storage.in_place:
+            self.main = zeros(self.layout.shard_size, dtype=torch.float32).copy_(self.weight_shard)
         if self.group is None and self.grad is not None:
             self.grad_shard = self.grad
         else:
-            self.grad_shard = torch.zeros_like(self.main, dtype=torch.float32)
+            self.grad_shard = torch.zeros(self.layout.shard_size, device=device)
         self.moments = {
-            name: torch.zeros_like(self.main, dtype=storage.dtype(rule, name)) for name in rule.moments
+            name: zeros(self.layout.shard_size, dtype=storage.dtype(rule, name)) for name in rule.moments
         }
         # tensors of each region's rows, apart since graphs copy inputs whose addresses are not aligned
         self.rows: dict[str, Tensor] = {}
         for number, (part, shape) in enumerate([] if storage.is_plain else self._parts()):
-            self.rows[f"origins {number}"] = self._origins(part, shape)
+            rows = (*shape[:-1], 1)
+            origins = zeros(math.prod(rows), dtype=torch.int32).view(rows)
+            self.rows[f"origins {number}"] = origins.copy_(self._origins(part, shape))
             for name in rule.moments if storage.has_scales else ():
-                self.rows[f"scales of {name} {number}"] = torch.full(
-                    (*shape[:-1], 1), SMALLEST, device=device
-                )
+                scales = zeros(math.prod(rows), dtype=torch.float32).view(rows)
+                self.rows[f"scales of {name} {number}"] = scales.fill_(SMALLEST)
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         places = zip(self.names, self.layout.starts, self.weights, strict=True)
@@ -151,9 +156,10 @@ class Family:
     def _parts(self) -> list[tuple[slice, tuple[int, ...]]]:
         """Return the range of each region in this rank's shards, and its shape."""
         if self.of_matrices:
-            return [
-                (part, ((part.stop - part.start) // shape.size, *shape)) for part, shape in self._batches()
-            ]
+            own = self.layout.own_ranges(self.weights)
+            shapes = [(part, matrices_of(self.names[i], self.weights[i])) for i, _, part in own]
+            found = batches((part, shape) for part, shape in shapes if shape is not None)
+            return [(part, ((part.stop - part.start) // shape.size, *shape)) for part, shape in found]
         end, size = self.layout.decayed, self.layout.shard_size
         parts = [part for part in (slice(0, end), slice(end, size)) if part.stop > part.start]
         row = () if self.storage.is_plain else (ROW,)
@@ -169,22 +175,7 @@ class Family:
                 keys = (self.names[i], elements, weight.shape, layout_of(weight), layout, rank)
                 at = (start - region.start) // row
                 found.view(-1)[at : at + len(elements)] = origins_of(*keys, self.storage.seed)
-        return found.to(self.weight.device)
-
-    def _batches(self) -> Iterator[tuple[slice, Matrices]]:
-        # matrices of one shape that follow each other, of one parameter or several
-        runs = list[tuple[slice, Matrices]]()
-        for i, _, part in sorted(self.layout.own_ranges(self.weights), key=lambda each: each[2].start):
-            shape = matrices_of(self.names[i], self.weights[i])
-            assert shape is not None
-            if runs and runs[-1][1] == shape and runs[-1][0].stop == part.start:
-                part = slice(runs.pop()[0].start, part.stop)
-            runs.append((part, shape))
-        for run, shape in runs:
-            count = (run.stop - run.start) // shape.size
-            each = -(-count // -(-count * shape.size // BATCH_ELEMENTS)) * shape.size
-            for start in range(run.start, run.stop, each):
-                yield slice(start, min(start + each, run.stop)), shape
+        return found
 
     def reduce(self, bucket: Bucket) -> dist.Work:
         """Start the reduction of a bucket's gradients to ``grad_shard``."""
@@ -211,7 +202,7 @@ class Family:
         return self._gather(bucket, self.weight_shard, self.weight)
 
     def _gather(self, bucket: Bucket, shards: Tensor, into: Tensor) -> dist.Work:
-        shard, whole = shards[bucket.shard], into[bucket.whole]
+        shard, whole = shards[bucket.shard].to(into.device), into[bucket.whole]
         if bucket.owner is None:
             return all_gather_into(whole, shard, group=self.group, async_op=True)
         if shard.numel():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ ROW = ALIGNMENT  # elements with one scale; parameters and shards start at multi
 SMALLEST = 1e-30  # least scale, so that divisions by it are finite
 EAGER_ROWS = 2**18  # rows updated at once by eager code, which bounds its temporary memory
 STORED = {MomentDtype.fp32: torch.float32, MomentDtype.bf16: torch.bfloat16, MomentDtype.int8: torch.int8}
+Kind = tuple[Any, ...]
 _GOLDEN = -1640531535  # 2^32 divided by the golden ratio, odd
 
 
@@ -37,6 +38,8 @@ class Storage(NamedTuple):
     in_place: bool = False
     """True if bf16 weights are updated in place, without fp32 master weights."""
     seed: int = 0
+    offload: bool = False
+    """True if master weights and moments are in host memory."""
 
     @property
     def is_plain(self) -> bool:
@@ -81,6 +84,11 @@ class Region(NamedTuple):
     """bf16 weights beside master weights."""
     origins: list[Tensor]
     """Random keys of rows, int32 [..., 1]; none if all state is fp32."""
+
+    @property
+    def kind(self) -> Kind:
+        """Return what code of an update depends on."""
+        return self.rule, self.decays, *((tuple(t.shape), t.dtype) for t in self.tensors)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -18,10 +18,12 @@ from graphmoe.config.schema import MasterDtype, OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.optim.flat_buffers import families_of, share_gradients
+from graphmoe.optim.offload import HostState
 from graphmoe.optim.qk_clip import QkClip
 from graphmoe.optim.reduction import GradientReduction, WeightGather
+from graphmoe.optim.rule import StepScalars
 from graphmoe.optim.shared_slots import SlotReduction
-from graphmoe.optim.storage import Region, Storage, update_stored
+from graphmoe.optim.storage import Kind, Region, Storage, update_stored
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture import TensorSlot
 from graphmoe.runtime.compile.weight_forms import WeightForms
@@ -47,7 +49,7 @@ class Optimizer(StepOptimizer):
         elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
         is_rounded = self.weights[0].dtype != torch.float32
         in_place = is_rounded and optim.master_dtype is MasterDtype.bf16
-        storage = Storage(optim.moment_dtype, in_place, train.seed)
+        storage = Storage(optim.moment_dtype, in_place, train.seed, optim.offload)
         named = {"grad_shard": optim.grad_shard}
         self.families = families_of(model, self.mesh, elements, self.rule, storage, **named)
         of_slots = share_gradients(self.families, [name for name, _ in model.named_parameters()])
@@ -61,21 +63,34 @@ class Optimizer(StepOptimizer):
         for weight in self.weights:
             weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
         self.qk_clip = QkClip(model, self.families, self.mesh, optim.qk_clip) if optim.qk_clip else None
-        self._regions = [region for family in self.families for region in family.regions()]
+        regions = [region for family in self.families for region in family.regions()]
+        self._gradient_shards = [region.grad for region in regions]
+        self._host = HostState(regions, self.applied.device) if optim.offload else None
+        self._pieces: dict[Kind, Function] = {}  # compiled updates of staged pieces
+        self._regions = [] if self._host else regions  # updated at once
         self._reduction = GradientReduction(self.families, gradients, of_slots)
         self._slot_reduction = SlotReduction(of_slots, gradients)
         self._weight_gather = WeightGather(self.families)
         self.weight_forms: WeightForms = WeightForms(self._restorable())
         self._alone = self.mesh.group("world") is None
         self._norm: Function = self._norm_of_shards
-        self._update: Function = self._norm_and_update if self._alone else self._update_in_place
+        self._fuses_norm = self._alone and self._host is None
+        self._update: Function = self._norm_and_update if self._fuses_norm else self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Compile the update; on several ranks the norm separately, as it is summed over ranks."""
+        """Compile the update; on several ranks the norm separately, as it is summed over ranks.
+
+        With state in host memory, once for each kind of piece.
+        """
         arguments = self._arguments(self.applied)
-        if not self._alone:
-            self._norm = compiler(self._norm, self._gradient_shards())
+        if not self._fuses_norm:
+            self._norm = compiler(self._norm, self._gradient_shards)
             arguments.insert(0, self.applied)
+        for staged in self._host.regions if self._host else ():
+            if staged.kind not in self._pieces:
+                update = functools.partial(self._update_piece, staged, fused=False)
+                given = [*self._scalar_arguments(arguments), *staged.tensors]
+                self._pieces[staged.kind] = compiler(update, given)
         self._update = compiler(functools.partial(self._update, fused=False), arguments)
 
     def executor(self, execute: Executor) -> Executor:
@@ -96,6 +111,8 @@ class Optimizer(StepOptimizer):
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
+        if self._host:
+            self._host.start()
         self._weight_gather.wait()  # reads what the update writes
         self._slot_reduction.finish()
         self._reduction.finish()
@@ -103,9 +120,11 @@ class Optimizer(StepOptimizer):
             gradient.finish()
         arguments = self._arguments(loss.detach().float())
         self.weight_forms.written()
-        if not self._alone:
-            (own,) = self._norm(*self._gradient_shards())
-            arguments.insert(0, self._over_ranks(own))
+        if not self._fuses_norm:
+            (own,) = self._norm(*self._gradient_shards)
+            arguments.insert(0, own.float() if self._alone else self._over_ranks(own))
+        if self._host:
+            self._host.update(functools.partial(self._update_staged, self._scalar_arguments(arguments)))
         result = StepResult(*self._update(*arguments))
         if self.qk_clip is None:
             return result
@@ -117,6 +136,7 @@ class Optimizer(StepOptimizer):
 
     def restored(self, state: Mapping[str, Any]) -> None:
         super().restored(state)
+        self._settle()
         for family in self.families:
             family.shard_weights()
             for name in [name for name in family.moments if state.get(name)]:
@@ -146,6 +166,11 @@ class Optimizer(StepOptimizer):
                 found[f"the delayed scales' {name}"] = vars(self.scales), name
         return found
 
+    @property
+    def slots(self) -> list[Tensor]:
+        """Return the device memory through which state in host memory is updated."""
+        return self._host.slots if self._host else []
+
     def gradient_of(self, weight: Tensor) -> Gradient:
         return self._gradients[id(weight)]
 
@@ -168,6 +193,7 @@ class Optimizer(StepOptimizer):
         return self._gathered_main() | frozen
 
     def _gathered_main(self) -> dict[str, Tensor]:
+        self._settle()
         found = dict[str, Tensor]()
         for family in self.families:
             found |= family.gathered(family.main, family.weight if family.storage.in_place else family.grad)
@@ -190,7 +216,8 @@ class Optimizer(StepOptimizer):
         self.weight_forms.written()
 
     def _restorable(self) -> dict[int, Tensor]:
-        whole = [family for family in self.families if family.group is None and self.rounds]
+        # from host memory they would be restored as slowly as updated
+        whole = [f for f in self.families if f.group is None and self.rounds and not f.storage.offload]
         mains = [(family, family.views(family.main)) for family in whole]
         return {id(w): main for f, views in mains for w, main in zip(f.weights, views.values(), strict=True)}
 
@@ -199,6 +226,7 @@ class Optimizer(StepOptimizer):
 
     def _entries(self, kind: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        self._settle()
         for family in self.families:
             if kind != "main" and kind not in family.moments:
                 continue
@@ -217,12 +245,29 @@ class Optimizer(StepOptimizer):
             self.gradient_of(weight).add(weight.grad)
             weight.grad = None
 
-    def _gradient_shards(self) -> list[Tensor]:
-        return [region.grad for region in self._regions]
+    def _settle(self) -> None:
+        if self._host:
+            self._host.settle()
 
     def _arguments(self, loss: Tensor) -> list[Tensor]:
         tensors = [tensor for region in self._regions for tensor in region.tensors]
         return [loss, *self._counters().values(), self.void, self._numbers, *tensors]
+
+    def _scalar_arguments(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        norm, loss, applied = arguments[:3]
+        return [norm, loss, applied, self.void, self._numbers]
+
+    def _update_staged(self, scalars: Sequence[Tensor], staged: Region) -> None:
+        update = self._pieces.get(staged.kind) or functools.partial(self._update_piece, staged)
+        update(*scalars, *staged.tensors)
+
+    def _update_piece(
+        self, like: Region, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor,
+        *tensors: Tensor, fused: bool = True,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        scalars = self._scalars(norm, loss, applied, void, numbers)
+        self._update_region(like.of(tensors), scalars, fused=fused)
+        return ()
 
     def _norm_of_shards(self, *gradients: Tensor) -> tuple[Tensor]:
         return (norm_of(gradients),)
@@ -247,18 +292,21 @@ class Optimizer(StepOptimizer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         scalars = self._scalars(norm, loss, applied, void, numbers)
         for region in self._regions_of(flats):
-            rule, main = region.rule, region.main
-            own = scalars._replace(numbers=scalars.of_matrices) if rule is self.rule.matrices else scalars
-            if region.origins:
-                self.update_stored(region, own, eager=fused)
-                continue
-            lists = [main], [region.grad], [[moment] for moment in region.moments]
-            rule.apply(*lists, config=self.config, decays=region.decays, scalars=own, fused=fused)
-            for weight in region.rounded:
-                weight.copy_(main)
+            self._update_region(region, scalars, fused=fused)
         done = scalars.ok.float()
         count_step(done, void, applied, skipped, skipped_in_row, longest_skip)
         return norm, scalars.lr, done
+
+    def _update_region(self, region: Region, scalars: StepScalars, *, fused: bool) -> None:
+        rule, main = region.rule, region.main
+        own = scalars._replace(numbers=scalars.of_matrices) if rule is self.rule.matrices else scalars
+        if region.origins:
+            self.update_stored(region, own, eager=fused)
+            return
+        lists = [main], [region.grad], [[moment] for moment in region.moments]
+        rule.apply(*lists, config=self.config, decays=region.decays, scalars=own, fused=fused)
+        for weight in region.rounded:
+            weight.copy_(main)
 
     def _regions_of(self, flats: Sequence[Tensor]) -> list[Region]:
         given = iter(flats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +24,10 @@ def decays(weight: Tensor) -> bool:
 
 # parts of the names of parameters that are updated by element, whatever their shape
 _BY_ELEMENT = ("embed.", "head.weight", "moe_router.", "shared_experts.gate.", "bias", "convs.")
+BATCH_ELEMENTS = 2**26  # most elements of a batch of matrices, which bounds the memory of an update
+# Of state in host memory (``optim.offload``): pieces on the device, since one arrives, one is updated and one
+# leaves; the most elements of one, 1 ms over PCIe 5 in fp32; bytes of a slot for alignment.
+SLOTS, PIECE_ELEMENTS, SLOT_SLACK = 3, 2**22, 128
 MOST_PADDING = 1.25  # padded over unpadded length, above which the experts of a weight have one owner
 
 
@@ -148,6 +152,20 @@ class BufferLayout:
                 last = min(bucket.own.stop, start + weights[i].numel())
                 if first < last:
                     yield i, first - start, slice(first + to_shard, last + to_shard)
+
+
+def batches(parts: Iterable[tuple[slice, Matrices]]) -> Iterator[tuple[slice, Matrices]]:
+    """Join neighbouring ranges of matrices of one shape, and divide them into equal batches."""
+    runs = list[tuple[slice, Matrices]]()
+    for part, shape in sorted(parts, key=lambda each: each[0].start):
+        if runs and runs[-1][1] == shape and runs[-1][0].stop == part.start:
+            part = slice(runs.pop()[0].start, part.stop)
+        runs.append((part, shape))
+    for run, shape in runs:
+        count = (run.stop - run.start) // shape.size
+        each = -(-count // -(-count * shape.size // BATCH_ELEMENTS)) * shape.size
+        for start in range(run.start, run.stop, each):
+            yield slice(start, min(start + each, run.stop)), shape
 
 
 def _expert_part(weight: Tensor, num_ranks: int) -> int | None:

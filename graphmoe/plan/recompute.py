@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphmoe.config.schema import RecomputeConfig
 from graphmoe.segments import LAYER_SEGMENTS, Segment
@@ -17,6 +17,8 @@ class UnitRecompute:
     regions: tuple[frozenset[str], ...] = ()
     """Runs of consecutive segments, each recomputed from its inputs."""
     parts: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+    """Segments whose saved activations are in host memory."""
 
     def __bool__(self) -> bool:
         return bool(self.regions or self.parts)
@@ -32,10 +34,18 @@ class Recompute:
     parts: frozenset[str] = frozenset()
     layers: frozenset[int] = frozenset()
     """Layers that ``segments`` and ``parts`` apply to; whole layers if both are empty."""
+    offload: frozenset[str] = frozenset()
+    """Segments whose saved activations are in host memory."""
 
     @classmethod
     def of(cls, config: RecomputeConfig) -> Recompute:
-        return cls(config.all, frozenset(config.segments), frozenset(config.ops), frozenset(config.layer_ids))
+        segments, parts, offload = map(frozenset, (config.segments, config.ops, config.offload))
+        return cls(config.all, segments, parts, frozenset(config.layer_ids), offload)
+
+    @property
+    def on_device(self) -> Recompute:
+        """Return the same with all saved activations on the device."""
+        return replace(self, offload=frozenset())
 
     def __bool__(self) -> bool:
         return bool(self.all or self.segments or self.parts or self.layers)
@@ -59,7 +69,8 @@ class Recompute:
     def of_unit(self, segments: Sequence[Segment]) -> UnitRecompute:
         covered = [run for again, run in self.runs(segments) if again]
         regions = tuple(frozenset(segment.name for segment in run) for run in covered)
-        return UnitRecompute(regions, self.parts_of(*(segment.layer for segment in segments)))
+        own = self.offload & {segment.name for segment in segments if segment.layer is not None}
+        return UnitRecompute(regions, self.parts_of(*(segment.layer for segment in segments)), own)
 
     def runs(self, segments: Sequence[Segment]) -> list[tuple[bool, list[Segment]]]:
         """Return (recomputed or not, segments) for each run of consecutive segments, in order."""

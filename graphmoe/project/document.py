@@ -21,7 +21,7 @@ from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
 from graphmoe.training import memory
 from graphmoe.training.auto import decided, machine_of
-from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, memory_of_places
+from graphmoe.training.memory import MEMORY_ERROR, PlaceMemory, host_of_places, memory_of_places
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
@@ -71,6 +71,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     # the chart's: (p - 1) / (p - 1 + m v)
     bubble = (layout.pp - 1) / (layout.pp - 1 + micro_batches * virtual_stages) if is_published else None
     places, time = projected(plan, card, args.rates, bubble)
+    on_host = memory.activations_on_host(plan, on_nvidia=card.is_nvidia)
     of_places = chart or [place.kinds() for place in places]
     worst = max(range(layout.pp), key=lambda place: of_places[place]["total"])
     total, of_stage = of_places[worst]["total"], layout.size("stage")
@@ -93,6 +94,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
             "layout": pipeline.layout,
         },
         "memory_gb": dict(of_places[worst]),
+        "host_gb": max(map(sum, zip(host_of_places(plan), on_host, strict=True))) / 1e9,
         "worst_rank": worst * of_stage,
         "memory_gb_per_rank": [dict(of_place) for of_place in of_places for _ in range(of_stage)],
         "left_gb": card.memory_gb - total,

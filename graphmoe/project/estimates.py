@@ -218,6 +218,7 @@ class Estimates:
                 element_bytes=self._plain.element_bytes,
                 kept=kept_of(optim),
                 grad_shard=optim.grad_shard,
+                offload=optim.offload,
             ),
             reduction_seconds(optim, replace(self._plain, layout=layout), self.speeds, stages),
             update_seconds(optim, owned, self.speeds),

@@ -58,6 +58,7 @@ def render(document: dict[str, Any]) -> Group:
         "\n[bold]Memory of a rank[/bold], decimal GB",
         _places(document),
         *_details(document),
+        *[f"in host memory: {document['host_gb']:,.1f} GB for each rank"] * (document["host_gb"] > 0),
         f"not counted: {', '.join(document['not_counted'])}",
         f"\n[bold]Time of a step[/bold]{NO_ROOM * (not fits)}, projected from {document['rates_from']}",
         "of one micro-batch, on the rank with most to compute",

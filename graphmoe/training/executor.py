@@ -33,6 +33,7 @@ from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.cut import RecomputedSegments
 from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.host_activations import HostActivations, offloading
 from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.compile.report import REPORT_FILE, cache_line, to_json, to_text
 from graphmoe.runtime.host.files import dispensable
@@ -92,6 +93,8 @@ class Execution:
             self._compile(device, optimizer)
         elif self._recompute:
             self.execute = RecomputedSegments(self._recompute)
+        if self._recompute.offload and not plan.compile.enabled:
+            self.execute = offloading(self.execute, self._recompute, HostActivations())
         self._warn_of_unused()
 
     def _warn_of_unused(self) -> None:

@@ -59,13 +59,18 @@ def owned_of(optim: OptimConfig, model: ModelConfig, layout: Layout, stages: Seq
 
 
 def update_seconds(optim: OptimConfig, owned: Owned, speeds: Speeds) -> float:
-    """Return seconds of a rank's update: memory traffic, and GEMMs of whole matrices at the dense rate."""
+    """Return seconds of a rank's update: memory traffic, and GEMMs of whole matrices at the dense rate.
+
+    At least those in which ``optim.offload`` copies the state in each direction, at once.
+    """
     rule, kept = rule_of(optim.name), kept_of(optim)
     seconds = owned.elements * kept[0].bytes_moved / speeds.hbm
+    copied = owned.elements * (kept[0].main + kept[0].moments)
     for shape, count in owned.matrices.items():
         assert rule.matrices is not None
         seconds += count * shape.size * kept[1].bytes_moved / speeds.hbm
+        copied += count * shape.size * (kept[1].main + kept[1].moments)
         if rule.matrices.flops:
             flops = count * rule.matrices.flops(*shape)
             seconds += speeds.seconds(flops, "dense", shape.size**0.5, max(shape))
-    return seconds
+    return max(seconds, optim.offload * copied / (1e9 * speeds.card.host_gb_per_s))

@@ -6,12 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphmoe.config.schema import GraphConfig, MoEConfig
-from graphmoe.model.sizes import STATE_KINDS, Owned, state_bytes
+from graphmoe.model.sizes import STATE_KINDS, Owned, host_bytes, state_bytes
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim.storage import kept_of
 from graphmoe.plan.attention import LINEAR_CHUNK, is_linear
-from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
+from graphmoe.plan.costs.activations import (
+    DENSE_SEGMENTS,
+    MOE_SEGMENTS,
+    Bytes,
+    made_again,
+    offloaded,
+    stage_activations,
+)
 from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
 from graphmoe.plan.costs.sizes import Sizes
@@ -115,12 +122,27 @@ def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
 
 
 def state_of_place(plan: Plan, place: int) -> dict[str, float]:
-    """Return a rank's bytes of weights, gradients and moments at a pipeline position."""
+    """Return a rank's bytes of weights, gradients and moments on its device at a pipeline position."""
     return state_bytes(
         plan.model, plan.layout, plan.own_stages(place), bucket_mb=plan.optim.bucket_mb,
         element_bytes=plan.dtype.itemsize, dp_shard=plan.parallel.dp_shard,
-        kept=kept_of(plan.optim), grad_shard=plan.optim.grad_shard,
+        kept=kept_of(plan.optim), grad_shard=plan.optim.grad_shard, offload=plan.optim.offload,
     )  # fmt: skip
+
+
+def activations_on_host(plan: Plan, *, on_nvidia: bool) -> Sequence[float]:
+    """Return the most bytes of ``recompute.offload`` in host memory by pipeline position."""
+    sizes, depth = plan.sizes(on_nvidia=on_nvidia), plan.model.num_layers
+    layers = ([*stage.layers, *(depth + k for k in stage.mtp)] for stage in plan.stages)
+    return in_flight(plan, [sum(offloaded(sizes, plan.recompute, i) for i in own) for own in layers])
+
+
+def host_of_places(plan: Plan) -> list[float]:
+    """Return a rank's bytes in host memory by pipeline position: optimizer state of ``optim.offload``."""
+    named = {"bucket_mb": plan.optim.bucket_mb, "element_bytes": plan.dtype.itemsize}
+    own = [plan.own_stages(place) for place in range(plan.layout.pp) if plan.optim.offload]
+    found = [host_bytes(plan.model, plan.layout, each, **named, kept=kept_of(plan.optim)) for each in own]
+    return found or [0.0] * plan.layout.pp
 
 
 def own_buffer_bytes(
@@ -173,7 +195,9 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
         mlp = _experts_work(own)
         if not is_moe(model, index):
             mlp = e * sizes.gathered * 3 * model.dense_ffn_size // sizes.layout.tp + 3 * sizes.state
-        found.append(max(_attention_work(own), mlp) + made_again(sizes, recompute, index))
+        # besides what this layer's backward reads, the next one's is fetched
+        again = made_again(sizes, recompute, index) + offloaded(sizes, recompute, index)
+        found.append(max(_attention_work(own), mlp) + again)
     if any(stage.loss for stage in stages):
         found.append(_loss_work(sizes))
     return max(found)

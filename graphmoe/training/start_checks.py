@@ -29,7 +29,13 @@ from graphmoe.run.stored import named_source, read_stored_run, refuse_other_toke
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.training.export import check_export
-from graphmoe.training.memory import chunk_bytes, in_flight, state_of_place
+from graphmoe.training.memory import (
+    activations_on_host,
+    chunk_bytes,
+    host_of_places,
+    in_flight,
+    state_of_place,
+)
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +115,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
             f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB{where}, and this "
             f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts{instead}"
         )
+    _check_host(plan, needed if device.type == "cpu" else 0.0)
     _check_batches(plan)
     _check_activations(plan, device, needed_by_place)
 
@@ -116,6 +123,27 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 def state_of_places(plan: Plan) -> list[float]:
     """Return a rank's bytes of weights, gradients and moments by pipeline position."""
     return [sum(state_of_place(plan, place).values()) for place in range(plan.layout.pp)]
+
+
+def _check_host(plan: Plan, beside: float) -> None:
+    asked, world = plan.config.launch.nproc, plan.layout.size("world")
+    ranks = min(asked, world) if isinstance(asked, int) else world
+    needed, there = ranks * (max(host_of_places(plan)) + beside), memory_of(torch.device("cpu"))
+    if plan.optim.offload and needed > there:
+        raise ConfigError(
+            f"optim.offload=true: master weights and moments of the {ranks} ranks of a node take "
+            f"{needed / 2**30:.1f} GiB of host memory, and this node has {there / 2**30:.1f} GiB; use "
+            f"optim.moment_dtype=int8, more nodes or optim.offload=false"
+        )
+    if not plan.recompute.offload:
+        return
+    kept = ranks * SURE * max(activations_on_host(plan, on_nvidia=True))
+    if needed + kept > there:
+        raise ConfigError(
+            f"recompute.offload={plan.config.recompute.offload}: saved activations of the {ranks} ranks of a "
+            f"node take at least {kept / 2**30:.1f} GiB of host memory, beside {needed / 2**30:.1f} GiB of "
+            f"{there / 2**30:.1f}; use fewer segments, or a smaller train.micro_batch_size"
+        )
 
 
 def _check_batches(plan: Plan) -> None:

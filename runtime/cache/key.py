@@ -51,6 +51,7 @@ SINGLE_KEYS = (
     "optim.schedule",
     "optim.moment_dtype",
     "optim.master_dtype",
+    "optim.offload",
     "graph.scope",
 )
 BASE, OWN_PASS, EXTRA_PASS = "base.", "passes.own.", "passes.extra."

@@ -15,6 +15,7 @@ from graphmoe.ops import fp8_mlp, grouped_mlp  # noqa: F401  # registers the ope
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, begin, have_begun, report_added
 from graphmoe.ops.replicas.exchange import when_at_owners
 from graphmoe.runtime.compile.graphs import UnitGraphs
+from graphmoe.runtime.compile.host_activations import HostActivations
 from graphmoe.runtime.host.files import FileLock, dispensable
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.torch_compat import FakeTensorMode, compile_inference
@@ -86,6 +87,7 @@ class UnitCode:
         self.inputs: Compiled | None = None  # dgrad, if it computes anything
         # wgrad that stores and wgrad that adds, each compiled at first use
         self._weights: dict[bool, Compiled] = {}
+        self.host: HostActivations | None = None  # stores `UnitGraphs.offloaded`
         self.weights_run: set[bool] = set()  # keys of _weights that have run, if wgrad accumulates
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
@@ -213,7 +215,9 @@ class UnitFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         outputs, kept = unit.forward(tensors)
         ctx.unit, ctx.num_inputs, ctx.gradients, ctx.pending = unit, len(tensors), gradients, pending
-        ctx.save_for_backward(*kept)
+        offloaded = unit.graphs.offloaded
+        ctx.stored = unit.host.store([kept[i] for i in offloaded]) if offloaded else None
+        ctx.save_for_backward(*(tensor for i, tensor in enumerate(kept) if i not in offloaded))
         fixed = [o for o, wanted in zip(outputs, unit.graphs.differentiable, strict=True) if not wanted]
         ctx.mark_non_differentiable(*fixed)
         return outputs
@@ -225,7 +229,12 @@ class UnitFunction(torch.autograd.Function):
         graphs: UnitGraphs = ctx.unit.graphs
         wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
         wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
-        of_inputs, of_weights = ctx.unit.backward(ctx.saved_tensors, wanted, ctx.gradients, ctx.pending)
+        kept = [*ctx.saved_tensors]
+        if ctx.stored is not None:
+            for i, tensor in zip(graphs.offloaded, ctx.stored.take(), strict=True):
+                kept.insert(i, tensor)
+            ctx.stored = None  # autograd holds this node until the whole backward has run
+        of_inputs, of_weights = ctx.unit.backward(kept, wanted, ctx.gradients, ctx.pending)
         result: list[Tensor | None] = [None] * ctx.num_inputs
         places = (*graphs.input_gradients, *graphs.weight_gradients)
         for i, gradient in zip(places, (*of_inputs, *of_weights), strict=True):

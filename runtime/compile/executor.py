@@ -21,6 +21,7 @@ from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
 from graphmoe.runtime.compile.code import Compiled, CompileTurns, PendingWeightGrads, UnitCode
 from graphmoe.runtime.compile.cut import executor_outside_graphs
 from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
+from graphmoe.runtime.compile.host_activations import HostActivations, offloading
 from graphmoe.runtime.compile.kept import kept_graphs
 from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.compile.units import BoundUnit, Unit, fakes_of, owner_of, trace_in_place, units_of
@@ -70,11 +71,14 @@ class CompiledSegments:
         self.runner = runner
         self._gradient_of = gradient_of  # None leaves gradients to autograd
         self._capture = capture
-        self._recompute = recompute or Recompute()
+        self._recompute = Recompute() if recompute is None else recompute
         self._unit_turns = unit_turns
         self._weight_forms = weight_forms  # None: each forward and backward quantizes weights
         self._pending: PendingWeightGrads | None = None  # backwards append wgrad here; None: they run it
+        self._host = self.new_host()
         self._run_dynamic = executor_outside_graphs(self._recompute)
+        if self._recompute.offload:
+            self._run_dynamic = offloading(self._run_dynamic, self._recompute, self._host)
         # units of a list of segments; dynamic units run uncompiled
         self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
@@ -83,6 +87,9 @@ class CompiledSegments:
         self.reports: list[UnitReport] = []
         self.num_expected = 0
         self.recompiled = 0
+
+    def new_host(self) -> HostActivations:
+        return HostActivations()
 
     def expect(self, lists: Iterable[Sequence[Segment]]) -> None:
         """Count units to compile, for progress: distinct units of these lists, and the optimizer's update."""
@@ -275,6 +282,7 @@ class CompiledSegments:
             report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
             compiler = functools.partial(self._compile_graph, report)
             code = UnitCode(graphs, compiler, accumulates=self._gradient_of is not None)
+            code.host = self._host
         self._add(report)
         return code, report
 

@@ -21,6 +21,7 @@ from graphmoe.runtime.compile.cut import (
     OutputViews,
     cut_joint,
     root_of,
+    said_of,
     take_off_borders,
     take_off_views,
 )
@@ -40,6 +41,7 @@ class UnitGraphs:
     kept_inputs: tuple[int, ...] = ()
     # reads (saved inputs, saved activations, gradients of the differentiable outputs)
     backward: SplitBackward | None = None
+    offloaded: tuple[int, ...] = ()  # of saved inputs and activations, those in host memory
     input_gradients: tuple[int, ...] = ()  # inputs whose gradients dgrad returns, in order
     weight_gradients: tuple[int, ...] = ()
     forms: tuple[WeightForm, ...] = ()  # quantized weights, whose values and scales are the last inputs
@@ -111,7 +113,7 @@ def unit_graphs(
         forms = take_out_forms(joint, len(fakes), num_weights) if lifts else ()
         cut = cut_of(joint, forms)
     kept_bytes = bytes_kept(cut.forward, len(differentiable))
-    graphs = _joined(cut.forward, cut.backward, differentiable, fakes, num_weights, runner)
+    graphs = _joined(cut.forward, cut.backward, differentiable, fakes, num_weights, runner, recompute.offload)
     assert graphs.backward is not None
     graphs.views, graphs.kept_bytes, graphs.recomputed = views, kept_bytes, cut.recomputed
     graphs.made_by, graphs.name, graphs.forms = made_by, name, forms
@@ -164,6 +166,11 @@ def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
     return sum(storages.values())
 
 
+def _is_made(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return root_of(node).op != "placeholder" and isinstance(value, Tensor) and value.numel() > 0
+
+
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:
     return [*operand(module.graph.output_node())]
 
@@ -181,12 +188,20 @@ def _joined(
     fakes: Sequence[Tensor],
     num_weights: int,
     runner: PassRunner,
+    offload: frozenset[str] = frozenset(),
 ) -> UnitGraphs:
     inputs = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
     count = len(differentiable)
     results, kept = _outputs(forward)[:count], _outputs(forward)[count:]
     kept_inputs = [node for node in kept if node in inputs]
     kept_results = [node for node in kept if node not in inputs]
+    # the unit's results stay on the device, where other units save them
+    stay = {root_of(node) for node in results}
+    offloaded = tuple(
+        i
+        for i, node in enumerate(kept_results, len(kept_inputs))
+        if said_of(node, "segment") in offload and not {root_of(node)} & stay and _is_made(node)
+    )
     _reorder_placeholders(backward, [node.name for node in (*kept_inputs, *kept_results)])
     placeholders = backward.graph.find_nodes(op="placeholder")
     _set_outputs(forward, [*results, *kept_results])
@@ -206,6 +221,7 @@ def _joined(
         tuple(node.meta["val"].stride() for node in placeholders[len(kept) :]),
         tuple(inputs[node] for node in kept_inputs),
         split_backward(backward, as_weights),
+        offloaded,
         tuple(needed[len(of_weights) if splits else 0 :]),
         tuple(of_weights if splits else ()),
     )

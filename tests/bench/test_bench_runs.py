@@ -19,7 +19,7 @@ from graphmoe.bench import __main__ as bench
 from graphmoe.bench.cases import CaseFailed
 from graphmoe.bench.jobs import Trained, train
 from graphmoe.bench.runs import RECORDED_STEPS, projected_run, projection_cases
-from graphmoe.command.hydra import compose_config
+from graphmoe.command import hydra
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import CLASSES, default_rates, rates_of, share_at
@@ -30,7 +30,7 @@ from tests.kineto import two_steps
 from tests.runs import ROOT
 
 EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"
-compose_config = functools.cache(jobs.compose_config)  # cases of several tests have the same words
+compose_config = functools.cache(hydra.compose_config)  # cases of several tests have the same words
 SUMMARY = {"peak_memory_gib": 2.0, "device_memory_gib": 4.0, "time_to_first_step_s": 9.0}
 
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphmoe.runtime.dispatch
 from graphmoe.model.build import build_model
-from graphmoe.model.sizes import rank_weights, state_bytes
+from graphmoe.model.sizes import host_bytes, rank_weights, state_bytes
 from graphmoe.ops.delta_net import launches
 from graphmoe.ops.symm.peers import Region, Sizes
 from graphmoe.optim.flat_buffers import families_of
@@ -239,6 +239,11 @@ CASES = {
         "optim.moment_dtype=int8", "optim.master_dtype=bf16", "precision.compute=bf16",
     ),
     "whole matrices, int8": ("optim.name=muon", "optim.moment_dtype=int8", "parallel.ep=2"),
+    "offloaded": ("optim.offload=true", "precision.compute=bf16", "parallel.ep=2"),
+    "offloaded weights in fp32": ("optim.offload=true", "optim.moment_dtype=bf16"),
+    "offloaded matrices, int8": (
+        "optim.offload=true", "optim.name=muon", "optim.moment_dtype=int8", "precision.compute=bf16",
+    ),
     "whole matrices, more ranks than experts": ("optim.name=muon", "model.num_experts=2", "model.top_k=1"),
     "shards of gradients": ("optim.grad_shard=true", "parallel.ep=4", "model.num_layers=6"),
     "shards of gradients, a tied head": (
@@ -253,12 +258,13 @@ def test_state_is_what_a_dry_run_counts(words):
     run = config(*EIGHT, "model.num_dense_layers=1", *words)
     layout = Layout.of(run.parallel, 8)
     element_bytes = 2 if run.precision.compute.value == "bf16" else 4
-    found = dry_run(run)["memory"]["state_bytes"]
-    names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
-    projected = state_bytes(
-        run.model, layout, bucket_mb=run.optim.bucket_mb, element_bytes=element_bytes,
-        kept=kept_of(run.optim), grad_shard=run.optim.grad_shard,
-    )  # fmt: skip
+    memory, offload = dry_run(run)["memory"], run.optim.offload
+    found, moments = memory["state_bytes"], "slots" if offload else "moments"
+    names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": moments}
+    given = {"bucket_mb": run.optim.bucket_mb, "element_bytes": element_bytes, "kept": kept_of(run.optim)}
+    shared = {"grad_shard": run.optim.grad_shard, "offload": offload}
+    projected = state_bytes(run.model, layout, **given, **shared)
+    assert memory["host_bytes"] == (host_bytes(run.model, layout, **given) if offload else 0)
     if element_bytes == 4:  # the shard of the weights is the main weights
         assert projected["main_params"] == 0
     assert projected == {kind: found.get(name, 0) for kind, name in names.items()}

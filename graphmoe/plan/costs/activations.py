@@ -71,19 +71,35 @@ def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if recompute.covers(name, index))
     parts = recompute.parts_of(index)
-    return _layer(sizes, is_dense, norms_heads(sizes.model, index), again, parts).copy()
+    return _layer(sizes, is_dense, norms_heads(sizes.model, index), again, parts, recompute.offload).copy()
+
+
+def offloaded(sizes: Sizes, recompute: Recompute, index: int) -> int:
+    """Return the bytes of a layer's saved activations that are in host memory, per micro-batch."""
+    if not recompute.offload:
+        return 0
+    kept, on_device = (layer_activations(sizes, way, index) for way in (recompute.on_device, recompute))
+    return kept.total() - on_device.total()
 
 
 def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
-    """Return the bytes of activations that a layer's backward recomputes."""
+    """Return the bytes of activations that a layer's backward recomputes, or fetches from the host."""
     whole = layer_activations(sizes, Recompute(), index)
     return max(whole.total() - layer_activations(sizes, recompute, index).total(), 0)
 
 
 @functools.lru_cache(maxsize=8192)
-def _layer(sizes: Sizes, is_dense: bool, normed: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
+def _layer(
+    sizes: Sizes,
+    is_dense: bool,
+    normed: bool,
+    again: frozenset[str],
+    parts: frozenset[str],
+    offload: frozenset[str],
+) -> Bytes:
     if is_dense:
-        return _kept([*_attn(sizes, "mlp", normed), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
+        dense = [*_attn(sizes, "mlp", normed), *_mlp(sizes)]
+        return _kept(dense, DENSE_SEGMENTS, again, parts, offload)
     dispatched = sizes.layout.size("ep_etp") > 1
     shared_again = "shared_experts" in again | parts
     tensors = [*_attn(sizes, "moe_router", normed), *_router(sizes, dispatched, shared_again)]
@@ -91,11 +107,18 @@ def _layer(sizes: Sizes, is_dense: bool, normed: bool, again: frozenset[str], pa
     tensors += _dispatched(sizes, "moe_experts" in again) if dispatched else _experts(sizes)
     tensors.append(Kept("moe_combine", sizes.state, ("next",)))
     once = {"moe_dispatch", "moe_combine"} if dispatched else set[str]()
-    return _kept(tensors, MOE_SEGMENTS, again - once, parts)
+    # results of units stay on the device; with dispatched tokens a layer has several units
+    stay = [each for each in tensors if each.readers or each.segment == "moe_dispatch"] if dispatched else []
+    return _kept(tensors, MOE_SEGMENTS, again - once, parts, offload, stay)
 
 
 def _kept(
-    tensors: Iterable[Kept], segments: Sequence[str], again: frozenset[str], parts: frozenset[str]
+    tensors: Iterable[Kept],
+    segments: Sequence[str],
+    again: frozenset[str],
+    parts: frozenset[str],
+    offload: frozenset[str],
+    stay: Sequence[Kept] = (),
 ) -> Bytes:
     regions: dict[str, int] = {}
     for number, (runs_again, run) in enumerate(itertools.groupby(segments, again.__contains__)):
@@ -103,6 +126,8 @@ def _kept(
 
     def is_kept(tensor: Kept) -> bool:
         if tensor.part and tensor.part in parts:
+            return False
+        if tensor.segment in offload and "next" not in tensor.readers and tensor not in stay:
             return False
         region = regions.get(tensor.segment)
         return region is None or any(regions.get(reader) != region for reader in tensor.readers)

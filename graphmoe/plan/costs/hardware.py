@@ -26,6 +26,8 @@ class Card:
     per_node: int = GPUS_PER_NODE
     domain: int = 0
     """GPUs of several nodes that fast links join; 0: those of a node."""
+    host_gb_per_s: float = 50.0
+    """Speed to host memory, one direction while the other is as busy: assumed of 63 of PCIe 5 x16."""
     is_announced: bool = False
     """True if the vendor has announced the card, and no data sheet is public."""
 

@@ -221,7 +221,9 @@ def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: in
     whole = {name for name in segments if recompute.covers(name, index)}
     parts = recompute.parts_of(index)
     # a recomputed segment skips its last GEMM, which nothing reads, and dispatch and combine
-    kept, kept_now = (layer_activations(sizes.plain, way, index) for way in (Recompute(), recompute))
+    kept, kept_now = (
+        layer_activations(sizes.plain, way, index) for way in (Recompute(), recompute.on_device)
+    )
     sizes = sizes.of_layer(index)
     found = {
         name: MOVED * max(kept[name] - kept_now[name], 0) / speeds.hbm

@@ -112,7 +112,7 @@ class Sizes:
             on_nvidia,
             choice,
             overlaps(config, layout),
-            config.optim.master_dtype is MasterDtype.fp32,
+            config.optim.master_dtype is MasterDtype.fp32 and not config.optim.offload,
         )
 
     @functools.cached_property

@@ -226,6 +226,16 @@ def storage_rules(config: RunConfig) -> Iterator[str]:
                 f"{given} stores flat buffers, which parallel.dp_shard=fsdp2 does not have; use "
                 f"parallel.dp_shard=zero1, or optim.{key}=fp32"
             )
+    if optim.offload and config.parallel.dp_shard is DpShard.fsdp2:
+        yield (
+            "optim.offload=true moves flat buffers, which parallel.dp_shard=fsdp2 does not have; use "
+            "parallel.dp_shard=zero1, or optim.offload=false"
+        )
+    if optim.offload and optim.qk_clip > 0:
+        yield (
+            f"optim.qk_clip={optim.qk_clip:g} scales master weights after the update, and optim.offload=true "
+            f"has them in host memory then; use optim.qk_clip=0, or optim.offload=false"
+        )
     if optim.master_dtype is MasterDtype.fp32:
         return
     on_cpu = config.run.device is DeviceChoice.cpu and config.launch.fake_world is None

@@ -263,6 +263,7 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
         "segments": (wanted.segments, LAYER_SEGMENTS),
         "ops": (wanted.ops, PARTS),
         "layer_ids": (wanted.layer_ids, range(last + 1)),
+        "offload": (wanted.offload, LAYER_SEGMENTS),
     }
     if last < 0:
         return  # other rules refuse such a model
@@ -282,6 +283,7 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
             f"recompute.ops={wanted.ops} needs compiled graphs, but compile.enabled=false; use "
             f"compile.enabled=true, or recompute.segments"
         )
+    yield from _offload_rules(config)
     layers = [i for i in wanted.layer_ids if 0 <= i <= last] or range(last + 1)
     for key, name in [*(("segments", n) for n in wanted.segments), *(("ops", n) for n in wanted.ops)]:
         having = _layers_with(name, model)
@@ -292,6 +294,21 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
                 f"recompute.{key} names {name}, which no layer of recompute.layer_ids={wanted.layer_ids} "
                 f"has; leave it out, or name some of the layers {having[0]} to {having[-1]}"
             )
+
+
+def _offload_rules(config: RunConfig) -> Iterator[str]:
+    wanted, scope = config.recompute, config.graph.scope
+    given = f"recompute.offload={wanted.offload}"
+    if lost := [n for n in wanted.offload if n in LAYER_SEGMENTS and not _layers_with(n, config.model)]:
+        yield f"{given} has {', '.join(lost)}, which this model does not have; leave it out"
+    if again := [name for name in wanted.offload if name in wanted.segments and not wanted.layer_ids]:
+        yield f"{given} has {', '.join(again)}, which recompute.segments computes again; name each in one"
+    captured = CAPTURABLE if scope == FULL_ITERATION else segments_of(scope)
+    if inside := [name for name in wanted.offload if name in captured]:
+        words = f"{given} has {', '.join(inside)}, which graph.scope={scope} captures"
+        yield f"{words}; use graph.scope=none, or leave them out"
+    if wanted.offload and config.pipeline.ep_overlap is True:
+        yield f"{given} copies behind one stream; use pipeline.ep_overlap=false, or recompute.offload=[]"
 
 
 def profile_rules(config: RunConfig) -> Iterator[str]:

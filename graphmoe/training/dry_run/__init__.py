@@ -106,6 +106,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         "collectives": collectives.to_json({"forward": alike, "backward": alike}),
         "memory": {
             "state_bytes": {kind: size for kind, size in memory.held.items() if size},
+            "host_bytes": memory.host_bytes,
             "peak_bytes": memory.peak_bytes,
             "peak_in": memory.peak_phase,
             "at_peak_bytes": {kind: size for kind, size in memory.peak.items() if size},
@@ -167,8 +168,13 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
     """Run the step on zeros: one micro-batch, or all of a pipeline's table."""
     config, optimizer, micro_batches = step.plan.config, step.optimizer, step.micro_batches
     assert isinstance(optimizer, Optimizer) and config.data.seq_len is not None
-    for kind, tensors in _state(step.model, optimizer).items():
-        memory.hold(kind, tensors)
+    on_host = ("main_weights", "moments") if config.optim.offload else ()
+    state = _state(step.model, optimizer)
+    for kind in [kind for kind in state if kind not in on_host]:
+        memory.hold(kind, state[kind])
+    if on_host:
+        memory.hold("slots", optimizer.slots)
+        memory.leave([tensor for kind in on_host for tensor in state[kind]])
     table = step.plan.pipeline.table if step.plan.pipeline else None
     count, train = step.plan.num_micro_batches if table else 1, micro_batches.train
 

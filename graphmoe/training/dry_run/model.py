@@ -21,6 +21,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.runtime.compile.code import Compiled
 from graphmoe.runtime.compile.cut import RecomputedSegments, said_of
 from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.host_activations import HostActivations, offloading
 from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.dispatch import make_dispatcher
@@ -82,6 +83,8 @@ def fake_executor(
         runner = pass_runner(plan, "triton")
         return GraphSegments(watch, runner, gradient_of, recompute=recompute, weight_forms=weight_forms)
     execute: Executor = RecomputedSegments(recompute) if recompute else run_segments
+    if recompute.offload:
+        execute = offloading(execute, recompute, WatchedHost(watch))
 
     def run(segment: Segment, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         watch.segment = segment.name
@@ -96,6 +99,18 @@ def fake_executor(
     return told
 
 
+class WatchedHost(HostActivations):
+    def __init__(self, watch: StepWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        self._watch.on_host = True
+        yield
+        self._watch.on_host = False
+
+
 class GraphSegments(CompiledSegments):
     """``CompiledSegments`` without the compiler: traced, rewritten by passes, split into three graphs.
 
@@ -103,8 +118,11 @@ class GraphSegments(CompiledSegments):
     """
 
     def __init__(self, watch: StepWatch, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
         self._watch = watch
+        super().__init__(*arguments, **named)
+
+    def new_host(self) -> HostActivations:
+        return WatchedHost(self._watch)
 
     def _compile(self, *arguments: Any) -> Any:
         with without_modes():  # tracing has its own mode, and its tensors are not the step's

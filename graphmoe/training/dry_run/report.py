@@ -17,6 +17,7 @@ KINDS = {
     "main_weights": "fp32 main weights",
     "gradients": "fp32 gradients, whole and own shard",
     "moments": "moments",
+    "slots": "pieces of state in host memory",
     "buffers": "buffers",
     "forms": "weights in 8 bits",
     "shared": "shared with ranks of ep: rows, replicas",
@@ -43,6 +44,8 @@ def render(document: dict[str, Any]) -> Group:
         _collective_table(document["collectives"]),
         "\n[bold]Memory[/bold]",
         _memory_table(document["memory"]),
+        *[f"in host memory: {_gib(document['memory']['host_bytes'])} GiB"]
+        * (document["memory"]["host_bytes"] > 0),
         f"not counted: {', '.join(document['memory']['not_counted'])}",
         "",
         verdict(document),

@@ -24,6 +24,7 @@ from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs
 from graphmoe.runtime.torch_compat import in_backward, storage_of
 from graphmoe.training.dry_run.collectives import CollectiveLog
 
+HOST = "host"  # kind of memory that is not the device's
 _PHASES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
@@ -38,6 +39,7 @@ class MemoryLog:
         self.peak_by_segment: dict[str, int] = {}
         self.peak_phase = ""
         self.peaks: dict[str, int] = {}  # largest sum per phase
+        self.host_bytes = self._on_host = 0  # the most and the live bytes in host memory
         self._live: set[int] = set()
 
     @property
@@ -49,6 +51,11 @@ class MemoryLog:
         for tensor in tensors:
             self._add(tensor, kind)
         self.held = dict(self.now)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors in host memory apart, unless they are counted on the device."""
+        for tensor in tensors:
+            self._add(tensor, HOST)
 
     def saw(self, result: Any, phase: str, segment: str = "") -> None:
         """Count an operation's result; a storage not seen before counts as kind ``phase``."""
@@ -87,6 +94,10 @@ class MemoryLog:
         weakref.finalize(storage, end).atexit = False
 
     def _change(self, kind: str, size: int, segment: str = "") -> None:
+        if kind == HOST:
+            self._on_host += size
+            self.host_bytes = max(self.host_bytes, self._on_host)
+            return
         self.now[kind] = self.now.get(kind, 0) + size
         if kind == "forward":
             self.by_segment[segment] = self.by_segment.get(segment, 0) + size
@@ -100,6 +111,7 @@ class StepWatch(TorchDispatchMode):
         super().__init__()
         self.phase = "update"  # phase of the next operations, until autograd starts a backward
         self.segment = ""  # segment whose operations run
+        self.on_host = False  # operations make tensors in host memory
         self._collectives, self._memory, self._has_data = collectives, memory, has_data
 
     @contextmanager
@@ -119,6 +131,9 @@ class StepWatch(TorchDispatchMode):
         if in_backward():
             self.phase = "backward"
         self._collectives.saw(func, args, result, self.phase)
+        if self.on_host:
+            self._memory.leave([result] if isinstance(result, Tensor) else [])
+            return result
         self._memory.saw(result, self.phase, self.segment)
         if inside := bytes_inside(func, args):
             self._memory.borrowed(inside, self.phase)

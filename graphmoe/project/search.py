@@ -13,7 +13,7 @@ from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of
 from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.rules.auto import presumed
-from graphmoe.plan.rules.run import recompute_rules
+from graphmoe.plan.rules.recompute import recompute_rules
 from graphmoe.project.arguments import ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Candidate, Candidates, without_advice
 from graphmoe.project.document import given, has_margin, project

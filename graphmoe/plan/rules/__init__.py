@@ -17,7 +17,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
-from graphmoe.plan.rules import lora, model, parallel, run
+from graphmoe.plan.rules import lora, model, parallel, recompute, run
 from graphmoe.plan.rules.auto import auto_rules, presumed, value_of, with_values
 from graphmoe.plan.rules.unused import of_experts
 
@@ -33,7 +33,7 @@ RULES = (
     run.checkpoint_rules,
     run.precision_rules,
     run.graph_rules,
-    run.recompute_rules,
+    recompute.recompute_rules,
     run.profile_rules,
     run.launch_rules,
     run.dry_run_rules,

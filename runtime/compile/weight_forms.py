@@ -8,8 +8,8 @@ Suffixes: P scales, two per weight; S steps; W fp32 values per scale, for alignm
 
 from __future__ import annotations
 
-import math
 import functools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -254,7 +254,7 @@ class DelayedScales:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, list[float]]) -> None:
-        """Restore scales returned by `values`; others keep their state. *Raises* ValueError for other values."""
+        """Restore scales returned by `values`; others keep theirs. *Raises* ValueError for other values."""
         for i, name in enumerate(self._sides):
             if name in values:
                 found = values[name]

@@ -35,7 +35,7 @@ import psutil
 from hydra.core.hydra_config import HydraConfig
 
 from graphmoe import worker
-from graphmoe.command.hydra import hydra_app
+from graphmoe.command.hydra import chosen_programs, hydra_app
 from graphmoe.command.sweep.job import in_sweep, job_gpus, record_folder
 from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.choices import CODE_FOLDERS
@@ -220,6 +220,7 @@ def _write_only(config: RunConfig) -> None:
         endpoint = launch.endpoint or "<first node>:29500"
         meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     words = ["torchrun", *meeting, f"--nproc-per-node={launch.nproc}", "-m", worker.__name__, resolved]
+    words += chosen_programs(config)
     if names := dict.fromkeys(name for _, name in own_code(config)):
         words += names
         if folders := os.environ.get(CODE_FOLDERS):

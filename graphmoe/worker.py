@@ -64,7 +64,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOGS = "logs"
-TRUSTED = re.compile(rf"{OWN_CODE.pattern}|[a-z_]+(\.\w+)+")  # code or a key, behind a file that names it
+# behind a file that names it: code, or a key of `chosen_programs`
+TRUSTED = re.compile(
+    rf"{OWN_CODE.pattern}|host\.env\.\w+|compile\.cache_(dir|shared)|data\.cache_dir|log\.(wandb|mlflow)"
+)
 
 
 def main() -> None:

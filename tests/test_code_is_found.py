@@ -20,6 +20,7 @@ from graphmoe.plan.rules import check
 from graphmoe.run.weights import model_from
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
 from graphmoe.training.executor import chosen_experts
+from graphmoe.worker import _path
 from tests.runs import ROOT, TINY, command, config, metrics
 
 QUIET = ("train.val_batches=0", "checkpoint.enabled=false", "train.log_interval=1")
@@ -76,6 +77,7 @@ def test_a_file_chooses_programs_and_trackers_only_where_its_reader_names_the_ke
     for key, value in PROGRAMS.items():
         section, name = key.split(".")
         own[key], plain[section][name] = plain[section][name], value
+    own["host.env"] = {"NCCL_DEBUG": "***"}  # which sets nothing, and a run warns of it
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(plain))
 
@@ -85,7 +87,9 @@ def test_a_file_chooses_programs_and_trackers_only_where_its_reader_names_the_ke
 
     keys = ["host.env.CXX", *(key for key in PROGRAMS if key != "host.env")]
     assert found() == own and f"path: {' '.join(keys)}" in caplog.text
-    assert found(*keys) == PROGRAMS | {"host.env": {"CXX": "***"}}  # written masked
+    assert found(*keys) == PROGRAMS | {"host.env": {"CXX": "***", "NCCL_DEBUG": "***"}}  # written masked
+    with pytest.raises(ConfigError, match="expected one path"):
+        _path([str(path), "train.steps"])
     assert found("log.mlflow") == own | {"log.mlflow": True}
 
 
@@ -107,6 +111,12 @@ def test_code_that_a_yaml_file_names_is_imported_only_where_the_command_line_nam
         assert "AssertionError" not in refused.err.read_text()
         named = command(tmp_path, *words, said[folder].split()[1])
         assert named.wait() != 0 and "AssertionError" in named.err.read_text()
+
+
+def test_a_malformed_path_of_the_command_line_is_no_strange_code(tmp_path):
+    refused = command(tmp_path, "passes.extra=[my_pass.py]")
+    assert refused.wait() == 2 and "a YAML file" not in refused.err.read_text()
+    assert "my_pass.py" in refused.err.read_text()
 
 
 def test_a_folder_of_weights_configures_nothing_but_its_model(tmp_path):

@@ -125,13 +125,14 @@ class _Unpickler(_InPython):
     """Unpickler that accepts only known (module, name) pairs and never looks up attributes.
 
     It is the one in Python, to check keys before they are hashed: hashing a tuple of pairs of pairs takes
-    exponential time. Sets hash their items, and no checkpoint has one.
+    exponential time. Sets hash their items, a bytearray takes the memory that it asks for, and no checkpoint
+    has one.
     """
 
     dispatch = {
         code: load
         for code, load in _InPython.dispatch.items()
-        if bytes([code]) not in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
+        if bytes([code]) not in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8)
     }
 
     def __init__(self, file: io.BytesIO, known: Collection[tuple[str, str]] = ()) -> None:
@@ -179,12 +180,13 @@ def read_plain(content: bytes) -> Any:
             raise pickle.UnpicklingError("the file is compressed, which no checkpoint is")
         found = _Unpickler(io.BytesIO(archive.read(name))).load()
     left, items = max(len(content), 2**20), [found]
-    while items and (left := left - 1):  # pairs of pairs of one memoised value are exponentially many
+    while items:
         item = items.pop()
         if isinstance(item, dict | list | tuple):
+            left -= 2 * len(item)
+            if left < 0:  # pairs of pairs of one memoised value are exponentially many
+                raise pickle.UnpicklingError("the value is larger than its file")
             items += [*item, *item.values()] if isinstance(item, dict) else item
-    if items:
-        raise pickle.UnpicklingError("the value is larger than its file")
     return found
 
 

@@ -35,6 +35,7 @@ from graphmoe.config.progress import starting
 from graphmoe.config.ranges import OWN_CODE, own_code
 from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig, cache_root, compiled_folder
 from graphmoe.config.untrusted import load_yaml
+from graphmoe.plan.rules.auto import value_of
 from graphmoe.run.files import hydra_value
 from graphmoe.runtime.cache.folders import check_trusted
 from graphmoe.runtime.host.signals import Interrupted
@@ -80,6 +81,7 @@ def hydra_app(
         OmegaConf.register_new_resolver(f"graphmoe.{name}", resolver, replace=True)
     if not makes_folder and not {"-sc", "--shell-completion"} & set(sys.argv):
         sys.argv += ["hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."]
+    named = re.findall(OWN_CODE, " ".join(sys.argv[1:]))  # here, as a job of a cluster has another argv
     errors: list[Exception] = []
     composed: list[DictConfig] = []
     known: tuple[type[Exception], ...] = (ConfigError, *known_errors)
@@ -91,7 +93,6 @@ def hydra_app(
         folders = [os.path.abspath(source.path) for source in sources if source.schema == "file"]
         os.environ[CODE_FOLDERS] = os.pathsep.join(folders)
         job.restore_run_folder()
-        named = re.findall(OWN_CODE, " ".join(sys.argv[1:]))
 
         def composed_run() -> RunConfig:
             return to_config(cfg, prepare, complete, prog, named)
@@ -107,7 +108,7 @@ def hydra_app(
 
     interrupted = _run(run, composed, errors)
     status = job.end_sweep()
-    for message in dict.fromkeys(str(error) for error in errors):
+    for message in dict.fromkeys(hidden(str(error), sys.argv[1:]) for error in errors):
         print_error(message)
     if errors:
         sys.exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
@@ -125,7 +126,7 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
     try:
         sys.argv[1:] = read_words(words, prog)
     except ConfigError as error:
-        print_error(error)
+        print_error(hidden(str(error), words))
         sys.exit(2)
 
 
@@ -159,10 +160,11 @@ def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(
-        file.suffix == ".safetensors" or file.name in ("weights.json", "config.json")
-        for file in (folder.iterdir() if folder.is_dir() else ())
-    )
+    try:
+        names = os.listdir(folder) if folder.is_dir() else []
+    except OSError as error:
+        raise ConfigError(f"--config-dir {folder} cannot be read ({error.strerror})") from error
+    return any(name.endswith(("weights.json", ".safetensors", ".safetensors.index.json")) for name in names)
 
 
 def _names(chosen: Override) -> list[str]:
@@ -309,14 +311,14 @@ def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str]
 
 
 def _strange_code(config: RunConfig, named: Collection[str] | None) -> list[tuple[str, str]]:
-    return [] if named is None else [pair for pair in own_code(config) if pair[1] not in named]
+    if named is None:
+        return []
+    # other names import nothing, and `check` says what is wrong with them
+    return [(key, name) for key, name in own_code(config) if OWN_CODE.fullmatch(name) and name not in named]
 
 
-def _forget_programs(config: RunConfig, named: Collection[str], path: Path) -> None:
-    """Set keys that choose programs, folders of code or trackers to their defaults, but for ``named``."""
-    env, forgotten = config.host.env, list[str]()
-    for name in [name for name, value in env.items() if value == MASK or f"host.env.{name}" not in named]:
-        forgotten += [f"host.env.{name}"] * (env.pop(name) != MASK)
+def chosen_programs(config: RunConfig) -> list[str]:
+    """Return keys that are set and choose programs, folders of code or trackers; not masked host.env."""
     defaults: dict[str, Any] = {
         "compile.cache_dir": str(compiled_folder()),
         "compile.cache_shared": False,
@@ -324,18 +326,25 @@ def _forget_programs(config: RunConfig, named: Collection[str], path: Path) -> N
         "log.wandb": False,
         "log.mlflow": False,
     }
-    for key in [key for key in defaults if key not in named]:
-        section, name = key.split(".")
-        if getattr(getattr(config, section), name) not in (None, defaults[key]):
-            setattr(getattr(config, section), name, defaults[key])
-            forgotten.append(key)
+    found = [f"host.env.{name}" for name, value in config.host.env.items() if value != MASK]
+    return found + [key for key, default in defaults.items() if value_of(config, key) not in (None, default)]
+
+
+def _forget_programs(config: RunConfig, named: Collection[str], path: Path) -> None:
+    """Set `chosen_programs` to their defaults, but for ``named``."""
+    forgotten = [key for key in chosen_programs(config) if key not in named]
+    for key in forgotten:
+        section, _, name = key.partition(".")
+        if section == "host":
+            del config.host.env[name.removeprefix("env.")]
+        else:
+            setattr(getattr(config, section), name, OmegaConf.select(schema(), key))
     if forgotten:
-        keys = " ".join(forgotten)
         log.warning(
             "%s sets keys that only its reader sets, as the file may be a stranger's; if you trust it, add "
             "after its path: %s",
             path,
-            keys,
+            " ".join(forgotten),
         )
 
 

@@ -34,9 +34,9 @@ def note_interpolations(cfg: DictConfig) -> None:
 
     def read(key: str, *default: str | None) -> str | None:
         used.append(key)
-        value = oc.env(key, *default)
-        _read.add(str(value))
-        return value
+        if key in os.environ:
+            _read.add(os.environ[key])
+        return oc.env(key, *default)
 
     OmegaConf.register_new_resolver("oc.env", read, replace=True)
     try:

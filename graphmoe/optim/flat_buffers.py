@@ -45,11 +45,11 @@ class Family:
         *,
         of_matrices: bool = False,
         storage: Storage = PLAIN,
-        grad_shard: bool = False,
+        shares_slots: bool = False,
     ) -> None:
         """``order``: each weight's index in ``model.parameters()``.
 
-        With ``grad_shard`` and a group `share_gradients` allocates the gradients.
+        With ``shares_slots`` and a group `share_gradients` allocates the gradients.
         """
         self.mesh, self.storage = mesh, storage
         self.rule, self.of_matrices = rule, of_matrices
@@ -67,7 +67,7 @@ class Family:
                 view.copy_(weight)
                 weight.data = view
         # this rank's unreduced fp32 gradients; None if they are in slots
-        self.grad = torch.zeros(size, device=device) if not grad_shard or self.group is None else None
+        self.grad = torch.zeros(size, device=device) if not shares_slots or self.group is None else None
         self._gradients: dict[int, Tensor] = {}  # of buckets, by their start
         if self.grad is not None:
             self._gradients = {b.whole.start: self.grad[b.whole] for b in self.layout.buckets}
@@ -77,7 +77,8 @@ class Family:
         self.main = self.weight_shard
         if dtype != torch.float32 and not storage.in_place:
             self.main = zeros(self.layout.shard_size, dtype=torch.float32).copy_(self.weight_shard)
-        if self.group is None and self.grad is not None:
+        if self.group is None:
+            assert self.grad is not None
             self.grad_shard = self.grad
         else:
             self.grad_shard = torch.zeros(self.layout.shard_size, device=device)
@@ -103,9 +104,11 @@ class Family:
         return self._gradients[bucket.whole.start]
 
     def place_gradient(self, bucket: Bucket, at: Tensor) -> None:
+        """Let the front of ``at``, fp32 [N], hold this rank's unreduced gradients of a bucket."""
         self._gradients[bucket.whole.start] = at[: bucket.whole.stop - bucket.whole.start]
 
     def gradient_views(self) -> dict[str, Tensor]:
+        """Return this rank's unreduced gradients by parameter name."""
         found: dict[str, Tensor] = {}
         for bucket in self.layout.buckets:
             for i in bucket.members:
@@ -213,7 +216,8 @@ class Family:
         """Gather tensors by parameter name, as views of ``into`` or new memory; if alone, of ``shard``."""
         if self.group is None:
             return self.views(shard)
-        into = shard.new_zeros(self.layout.size) if into is None else into
+        if into is None:
+            into = torch.zeros(self.layout.size, dtype=shard.dtype, device=self.weight.device)
         for bucket in self.layout.buckets:
             self._gather(bucket, shard, into).wait()
         return self.views(into)
@@ -228,7 +232,7 @@ class Family:
 
 def families_of(
     model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule, storage: Storage = PLAIN,
-    *, grad_shard: bool = False,
+    *, shares_slots: bool = False,
 ) -> list[Family]:  # fmt: skip
     """Group the model's trained parameters by the ranks that reduce their gradients, and by update."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
@@ -243,7 +247,7 @@ def families_of(
         axis = layout_of(next(iter(weights.values()))).summed_over
         places = [order[name] for name in weights]
         own = rule.matrices if rule.matrices and is_matrix else rule
-        named = {"of_matrices": is_matrix, "storage": storage, "grad_shard": grad_shard}
+        named = {"of_matrices": is_matrix, "storage": storage, "shares_slots": shares_slots}
         found.append(Family(weights, places, mesh, axis, bucket_elements, own, **named))
     return found
 

@@ -66,7 +66,8 @@ class HostState:
 
     def start(self) -> None:
         """Start to fetch the first pieces; call `update` next."""
-        self._inward.follow()
+        if self.pieces:
+            self._inward.follow()
         for number in range(min(SLOTS, len(self.pieces))):
             self._inward.copy(number, self.pieces[number].fetches)
 
@@ -80,8 +81,9 @@ class HostState:
             self._outward.copy(slot, piece.stores)
             if later < len(self.pieces):
                 self._inward.copy(slot, self.pieces[later].fetches, after=self._outward)
-        self._inward.join()
-        self._outward.join()
+        if self.pieces:  # else no copy joined a capture
+            self._inward.join()
+            self._outward.join()
 
     def settle(self) -> None:
         """Wait until host memory has the last update, also one that a graph replayed."""

@@ -92,12 +92,11 @@ class _SlotBucket:
         self._slot.holder = self
 
     def _leave(self) -> None:
-        if self._has_begun:
-            if self._open:
-                _settle()
-            assert not self._open, "a compile unit writes to two buckets of one slot"
-            if self._work is None:
-                self._start()
+        if self._open:
+            _settle()
+        assert not self._open, "a compile unit writes to two buckets of one slot"
+        if self._has_begun and self._work is None:
+            self._start()
         self._collect()
 
     def _start(self) -> None:

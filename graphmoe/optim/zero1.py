@@ -50,8 +50,8 @@ class Optimizer(StepOptimizer):
         is_rounded = self.weights[0].dtype != torch.float32
         in_place = is_rounded and optim.master_dtype is MasterDtype.bf16
         storage = Storage(optim.moment_dtype, in_place, train.seed, optim.offload)
-        named = {"grad_shard": optim.grad_shard}
-        self.families = families_of(model, self.mesh, elements, self.rule, storage, **named)
+        how = {"shares_slots": optim.grad_shard}
+        self.families = families_of(model, self.mesh, elements, self.rule, storage, **how)
         of_slots = share_gradients(self.families, [name for name, _ in model.named_parameters()])
         self.rounds = is_rounded and not in_place
         self.update_stored = update_stored

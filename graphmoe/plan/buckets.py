@@ -25,9 +25,10 @@ def decays(weight: Tensor) -> bool:
 # parts of the names of parameters that are updated by element, whatever their shape
 _BY_ELEMENT = ("embed.", "head.weight", "moe_router.", "shared_experts.gate.", "bias", "convs.")
 BATCH_ELEMENTS = 2**26  # most elements of a batch of matrices, which bounds the memory of an update
-# Of state in host memory (``optim.offload``): pieces on the device, since one arrives, one is updated and one
-# leaves; the most elements of one, 1 ms over PCIe 5 in fp32; bytes of a slot for alignment.
-SLOTS, PIECE_ELEMENTS, SLOT_SLACK = 3, 2**22, 128
+# of ``optim.offload``
+SLOTS = 3  # pieces of state on the device: one is fetched, one updated, one stored
+PIECE_ELEMENTS = 2**22  # most elements of a piece, 1 ms over PCIe 5 in fp32
+SLOT_SLACK = 128  # bytes of a slot beside its tensors, for their alignment
 MOST_PADDING = 1.25  # padded over unpadded length, above which the experts of a weight have one owner
 
 

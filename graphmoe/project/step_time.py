@@ -130,6 +130,7 @@ class Reduction(NamedTuple):
 def reduction_seconds(
     optim: OptimConfig, sizes: Sizes, speeds: Speeds, stages: Sequence[StagePieces]
 ) -> Reduction:
+    """Return the time of a pp rank's gradient reductions and weight gather."""
     layout, model = sizes.layout, sizes.model
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
     last, earlier = Counter[Axis](), Counter[Axis]()

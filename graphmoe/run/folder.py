@@ -244,10 +244,11 @@ def _refuse_links(folder: Path) -> None:
             if link.is_symlink():
                 raise ConfigError(
                     f"{link} is a link, and a run writes through none, as its folder may be a stranger's; "
-                    f"{folder} itself may be one"
+                    f"replace it, or make the whole folder {folder} a link"
                 )
         # old checkpoints may be links, which are removed as links; W&B's own code writes the other folder
-        folders[:] = [name for name in folders if name not in (CHECKPOINTS, "wandb")]
+        if place == str(folder):
+            folders[:] = [name for name in folders if name not in (CHECKPOINTS, "wandb")]
 
 
 class _State(enum.Enum):

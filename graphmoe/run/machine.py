@@ -139,8 +139,11 @@ def reachable_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
-def seconds_since_command() -> float:
-    """Return seconds since the command, sweep job or restarted worker began, imports included."""
+def seconds_since_command(*, with_restarts: bool = False) -> float:
+    """Return seconds since the command or sweep job began, imports included.
+
+    After a restart since the worker's own start, unless ``with_restarts``.
+    """
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    launched = os.environ.get(LAUNCHED_AT) if is_first else None
+    launched = os.environ.get(LAUNCHED_AT) if is_first or with_restarts else None
     return time.time() - (float(launched) if launched else psutil.Process().create_time())

@@ -203,10 +203,11 @@ def _content(path: Path) -> bytes:
     content = read_bytes(path, largest)
     try:
         if path.suffix == ".gz":
-            packed, content = content, b""
-            with gzip.open(io.BytesIO(packed)) as file:
-                while len(content) <= largest and (block := file.read(2**26)):
-                    content += block
+            found = bytearray()
+            with gzip.open(io.BytesIO(content)) as file:
+                while len(found) <= largest and (block := file.read(2**26)):
+                    found += block
+            content = bytes(found)
     except (OSError, EOFError, zlib.error) as error:
         raise FileError(f"{path} is not a complete trace: {error}") from error
     if len(content) > largest:

@@ -127,7 +127,9 @@ class Trainer:
 
     def _time_is_over(self) -> str | None:
         hours = self.plan.train.max_hours
-        return OUT_OF_TIME if hours is not None and seconds_since_command() > hours * 3600 else None
+        if hours is None or seconds_since_command(with_restarts=True) < hours * 3600:
+            return None
+        return OUT_OF_TIME
 
     def _loop(self, stop: StopSignal, garbage: GarbageCollection) -> str | None:
         self.rows.clock.restart()

@@ -230,6 +230,8 @@ class UnitFunction(torch.autograd.Function):
         wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
         wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
         kept = [*ctx.saved_tensors]
+        if graphs.offloaded and ctx.stored is None:
+            raise RuntimeError("recompute.offload allows one backward of a forward, without retain_graph")
         if ctx.stored is not None:
             for i, tensor in zip(graphs.offloaded, ctx.stored.take(), strict=True):
                 kept.insert(i, tensor)

@@ -110,6 +110,8 @@ class Saved:
         with self._copying(device):
             for flat, span in zip(flats, self._spans, strict=True):
                 flat.copy_(span.flat, non_blocking=True)
+                if self._owner.stream is not None:
+                    flat.record_stream(self._owner.stream)  # this unit may be freed before it is taken
                 for i, shape, strides, offset in span.members:
                     self._here[i] = flat.as_strided(shape, strides, offset - span.start)
 

@@ -147,12 +147,18 @@ def test_a_value_of_another_type_or_place_is_refused(tmp_path):
 
 
 PAIRS = b")" + 64 * b"2\x86"  # an empty tuple, then 64 times a pair of what was there
+LARGE = {
+    "pairs of pairs": PAIRS,
+    "as a key": b"}" + PAIRS + b"K\x01s",
+    "as one of several keys": b"}(" + PAIRS + b"K\x01u",
+    "as a key of a whole dictionary": b"(" + PAIRS + b"K\x01d",
+    "a bytearray of 16 GiB": b"\x96" + (2**34).to_bytes(8, "little"),
+    "a list that has itself a million times": b"]\x94(" + 2**20 * b"h\x00" + b"e",
+}
 
 
-@pytest.mark.parametrize(
-    "body", [PAIRS, b"}" + PAIRS + b"K\x01s", b"}(" + PAIRS + b"K\x01u", b"(" + PAIRS + b"K\x01d"]
-)
-def test_pickles_of_exponentially_many_pairs_are_refused_at_once(tmp_path, body):
+@pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
+def test_small_pickles_of_large_values_are_refused_at_once(tmp_path, body):
     folder, content, began = saved_in(tmp_path), io.BytesIO(), time.monotonic()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/data.pkl", PROTO + body + STOP)
@@ -162,7 +168,7 @@ def test_pickles_of_exponentially_many_pairs_are_refused_at_once(tmp_path, body)
     replace_file(folder / ".metadata", PROTO + body + STOP)
     with pytest.raises(CheckpointError, match="is not what a checkpoint of graphmoe has"):
         load(folder)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("place", ["/etc/hostname", "../secret", "a/b", "..", "", "other"])

@@ -19,10 +19,11 @@ from graphmoe.checkpoint.hf.folder import hf_entries
 from graphmoe.checkpoint.hf.tensor_files import Index, TensorToWrite
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.command.hydra import compose_config, read_words
-from graphmoe.config.schema import ConfigError, DpShard
+from graphmoe.config.schema import ConfigError, DpShard, MoEConfig, RunConfig
 from graphmoe.model.layer import MoEOutput
 from graphmoe.model.moe_segments import update_selection_bias
 from graphmoe.ops.collectives import all_gather_into, use_groups
+from graphmoe.plan.experts import WORST_CASE, has_experts
 from graphmoe.plan.layout import layout_of
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import open_device
@@ -38,13 +39,8 @@ from graphmoe.training.saves import Chosen, random_state, restore_random_state, 
 from graphmoe.training.setup import import_weights
 from graphmoe.worker import join
 
-# no graph captures a loss of yours, and no step of yours runs again because a receive buffer overflowed
-OWN = (
-    "data=synthetic", "graph.scope=none", "pipeline.ep_overlap=false", "moe.receive_budget=worst_case",
-    "passes.disabled=[fuse_loss]",
-)  # fmt: skip
+OWN = "data=synthetic", "graph.scope=none", "pipeline.ep_overlap=false"  # no graph captures a loss of yours
 ROUTER = "moe_router"
-NO_LOSS = ["fuse_loss"]
 ROWS = 2048  # positions whose logits are in memory at once
 
 
@@ -61,10 +57,7 @@ class Trainer:
         Their data, batch sizes and number of steps count only for learning rates, the choice of kernels and
         the longest sequence. *Raises* ConfigError.
         """
-        config = compose_config(*read_words([*OWN, *overrides]))
-        # no pass runs then, and a warning would name what the user did not set
-        if not config.compile.enabled and config.passes.disabled == NO_LOSS:
-            config = replace(config, passes=replace(config.passes, disabled=[]))
+        config = compose_config(*read_words([*OWN, *overrides]), complete=_with_own_loss)
         self._ranks = join(config)
         self.plan, _ = open_worker(config, self._ranks)
         _check(self.plan)
@@ -251,6 +244,16 @@ class Trainer:
         return hf_entries(self.plan.model, dtypes, read)[2]
 
 
+def _with_own_loss(config: RunConfig) -> RunConfig:
+    moe, passes = config.moe, config.passes
+    if has_experts(config.model) and moe.receive_budget == MoEConfig.receive_budget:
+        # no step of yours runs again because a receive buffer overflowed
+        moe = replace(moe, receive_budget=WORST_CASE)
+    if config.compile.enabled and not passes.disabled:
+        passes = replace(passes, disabled=["fuse_loss"])
+    return replace(config, moe=moe, passes=passes)
+
+
 def _check(plan: Plan) -> None:
     parallel = plan.parallel
     for key, value, valid in (
@@ -259,7 +262,7 @@ def _check(plan: Plan) -> None:
         ("graph.scope", plan.graph.scope, "none"), ("model.mtp_depth", plan.model.mtp_depth, 0),
         ("pipeline.ep_overlap", plan.ep_overlap, False),
         ("data.document_mask", plan.data.document_mask, False),
-        ("moe.receive_budget", plan.moe.receive_budget, "worst_case"),
+        *([("moe.receive_budget", plan.moe.receive_budget, WORST_CASE)] if has_experts(plan.model) else []),
     ):  # fmt: skip
         if value != valid:
             raise ConfigError(f"{key}={value}: graphmoe.Trainer runs {key}={valid} only")

@@ -35,7 +35,16 @@ def weights_of(trainer):
     return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("words", [(), ("model.selection_bias=true", "model.score_function=sigmoid")])
+DENSE = (
+    "model=qwen3_0_6b",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=16",
+    "model.context_length=64",
+)
+
+
+@pytest.mark.parametrize("words", [(), ("model.selection_bias=true", "model.score_function=sigmoid"), DENSE])
 def test_a_step_is_that_of_the_model_s_own_loss(words):
     with graphmoe.Trainer(*SMALL, *words) as trainer, graphmoe.Trainer(*SMALL, *words) as other:
         row = trainer.step(TOKENS, nll)

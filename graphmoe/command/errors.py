@@ -159,7 +159,8 @@ ANSWERS = {
     "model=llama3_8b, and Qwen3, as model=qwen3_8b; others are not there",
     r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"{_CHAT}; checkpoint.init_from=FOLDER goes on with weights",
     r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "
-    "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
+    "shards the optimizer's state, optim.grad_shard=true gradients too, as ZeRO-2, and "
+    "parallel.dp_shard=fsdp2 weights too, as ZeRO-3",
     r"\w*offload\w*": "optim.offload=true keeps master weights and moments in the host's memory, "
     "recompute.offload=[attn,moe_experts] saved activations; recompute=all and parallel.dp_shard=fsdp2 need "
     "less of the GPU's",

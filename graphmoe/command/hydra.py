@@ -255,12 +255,15 @@ def to_config(
     return _resolved(config if complete is None else complete(config), prepare, prog, given)
 
 
-def compose_config(*words: str) -> RunConfig:
-    """Return the configuration of overrides, with automatic keys decided. *Raises* ConfigError."""
+def compose_config(*words: str, complete: Complete | None = None) -> RunConfig:
+    """Return the configuration of overrides, with automatic keys decided. *Raises* ConfigError.
+
+    ``complete`` sets values that the caller knows, before the check.
+    """
     from graphmoe.training.auto import decided  # imports torch
 
     try:
-        return decided(to_config(composed(words)))
+        return decided(to_config(composed(words), complete=complete))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"overrides: {explain(error, words)}") from error
 

@@ -11,7 +11,7 @@ import yaml
 from graphmoe.command.hydra import load_config
 from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import to_plain
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.schema import ConfigError, cache_root, compiled_folder
 from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
@@ -77,6 +77,7 @@ def test_a_file_chooses_programs_and_trackers_only_where_its_reader_names_the_ke
     for key, value in PROGRAMS.items():
         section, name = key.split(".")
         own[key], plain[section][name] = plain[section][name], value
+    own |= {"compile.cache_dir": str(compiled_folder()), "data.cache_dir": str(cache_root())}
     own["host.env"] = {"NCCL_DEBUG": "***"}  # which sets nothing, and a run warns of it
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(plain))

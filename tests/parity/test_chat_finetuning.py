@@ -90,7 +90,7 @@ def test_twenty_steps_are_those_of_transformers_on_each_conversation(tmp_path, c
     assert len(pairs) > BATCH and max(norms) > 1.0
     assert [row["loss"] for row in found] == pytest.approx(losses, rel=limit)
     assert [row["grad_norm"] for row in found] == pytest.approx(norms, rel=limit)
-    export(trainer.plan, trainer.folder, trainer.optimizer, trainer.ranks)
+    export(trainer.plan, trainer.folder, trainer.optimizer, trainer.ranks, lambda: None)
     again, report = reload(tmp_path / "out")
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():

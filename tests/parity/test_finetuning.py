@@ -70,7 +70,7 @@ def test_untouched_weights_are_the_same_bits(tmp_path, family, dtype):
     config = config_of(f"checkpoint.init_from={tmp_path / 'hf'}", f"checkpoint.export={tmp_path / 'out'}")
     assert (config.precision.compute.name, config.optim.lr, config.model.peak_lr) == (dtype, 1e-5, 1e-5)
     trainer = run_of(config, tmp_path / "run")
-    export(trainer.plan, trainer.folder, trainer.optimizer, trainer.ranks)
+    export(trainer.plan, trainer.folder, trainer.optimizer, trainer.ranks, lambda: None)
     same_weights(text, tmp_path / "out")
 
 
@@ -83,13 +83,13 @@ LAYOUTS = {
 
 def exported_by(ranks, folder, config):
     trainer = run_of(config, folder, ranks)
-    export(trainer.plan, folder, trainer.optimizer, ranks)
+    export(trainer.plan, folder, trainer.optimizer, ranks, lambda: None)
     ranks.on_first(lambda: (folder / "out").rename(folder / "untouched"))
     with mock.patch("graphmoe.training.export.DEFAULT_SHARD", "20KB"):
         trainer.run()
     failed = mock.patch("graphmoe.checkpoint.hf.tensor_files.save_file", side_effect=SafetensorError("full"))
     with failed, pytest.raises(RunFailed, match=r"could not be written: .* full; python .* overwrite=true"):
-        export(trainer.plan, folder, trainer.optimizer, ranks)
+        export(trainer.plan, folder, trainer.optimizer, ranks, lambda: None)
 
 
 @pytest.mark.slow

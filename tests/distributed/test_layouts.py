@@ -184,7 +184,7 @@ MORE_OF_FOUR = (
     Case(4, "ep=4", model=(*GPT_OSS, "model.selection_bias=true"), change=an_expert_without_tokens),
     Case(4, f"ep=2 {FSDP}", model=GPT_OSS),
     Case(4, "ep=2 etp=2", model=LLAMA4),
-    # Adam divides gradients of positions that see one key, zero but for rounding: with 1e-8 they differ by 1e-4
+    # Adam divides gradients of positions that see one key, zero but for rounding: with 1e-8 by 1e-4 apart
     Case(4, "pp=2 ep=2", "zb1p", TURNS, (*LLAMA4, MTP, *MASK, "optim.eps=1e-3"), "traced"),
     Case(4, "pp=2 cp=2", "interleaved", LAYERS, LLAMA4, "traced"),
     Case(4, f"cp=4 {RING}", model=(*LLAMA4, "model.attention_chunk=0")),

@@ -90,8 +90,8 @@ class Trainer:
         """Return the log-probability, fp32 [B, S - 1], of each token but the first, given those before it.
 
         Collective. Within `step` it has a gradient. Logits of `ROWS` positions are in memory at once.
-        ``routes_BSLK``: experts that replace the routers' choice, of the form of `routes`; K times -1 for
-        tokens of which none are recorded. Syncs the device. *Raises* ConfigError.
+        ``routes_BSLK``: experts that replace the routers' choice, of the form of `routes`; -1 in all K
+        places keeps a token's own choice. Syncs the device. *Raises* ConfigError.
         """
         tokens_BS, head, execute = tokens_BS.to(self.device), self.model.loss_head, self._execute
         if routes_BSLK is not None:

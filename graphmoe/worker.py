@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from graphmoe.command.hydra import load_config
+from graphmoe.command.hydra import PROGRAMS, load_config
 from graphmoe.config.arguments import answer_version, emit, print_error, typed_as, wants_help
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import OWN_CODE
@@ -65,9 +65,7 @@ log = logging.getLogger(__name__)
 
 LOGS = "logs"
 # behind a file that names it: code, or a key of `chosen_programs`
-TRUSTED = re.compile(
-    rf"{OWN_CODE.pattern}|host\.env\.\w+|compile\.cache_(dir|shared)|data\.cache_dir|log\.(wandb|mlflow)"
-)
+TRUSTED = re.compile(rf"{OWN_CODE.pattern}|host\.env\.\w+|{'|'.join(map(re.escape, PROGRAMS))}")
 
 
 def main() -> None:

@@ -46,6 +46,8 @@ Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
 Complete = Callable[[RunConfig], RunConfig]
 START = "checkpoint.init_from"
+PROGRAMS = "compile.cache_dir", "compile.cache_shared", "data.cache_dir", "log.wandb", "log.mlflow"
+"""Keys that choose folders of code or trackers; each variable of host.env may choose a program too."""
 _SLASHES = re.compile(r"(?<=[^=,/'\"])/+(?=['\"]?(,|$))")  # ends of names of folders, as shells complete them
 
 
@@ -322,15 +324,9 @@ def _strange_code(config: RunConfig, named: Collection[str] | None) -> list[tupl
 
 def chosen_programs(config: RunConfig) -> list[str]:
     """Return keys that are set and choose programs, folders of code or trackers; not masked host.env."""
-    defaults: dict[str, Any] = {
-        "compile.cache_dir": str(compiled_folder()),
-        "compile.cache_shared": False,
-        "data.cache_dir": str(cache_root()),
-        "log.wandb": False,
-        "log.mlflow": False,
-    }
+    defaults = {"compile.cache_dir": str(compiled_folder()), "data.cache_dir": str(cache_root())}
     found = [f"host.env.{name}" for name, value in config.host.env.items() if value != MASK]
-    return found + [key for key, default in defaults.items() if value_of(config, key) not in (None, default)]
+    return found + [k for k in PROGRAMS if value_of(config, k) not in (None, False, defaults.get(k))]
 
 
 def _forget_programs(config: RunConfig, named: Collection[str], path: Path) -> None:

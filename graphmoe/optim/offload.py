@@ -44,7 +44,7 @@ def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    staged: Region  # of a slot; gradient and weights where they are
+    staged: Region  # its state in a slot, its gradient and weights in their own buffers
     fetches: list[Pair]
     stores: list[Pair]
 

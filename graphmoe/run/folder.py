@@ -29,7 +29,7 @@ from graphmoe.plan.rules.auto import SIZE
 from graphmoe.run.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, display_path
 from graphmoe.run.metrics_file import json_object
 from graphmoe.run.stored import StoredRun, config_file
-from graphmoe.runtime.host.files import FileLock, replace_text
+from graphmoe.runtime.host.files import FileLock, link_in, replace_text
 
 log = logging.getLogger(__name__)
 
@@ -239,16 +239,12 @@ def _enter(
 
 def _refuse_links(folder: Path) -> None:
     """Raise ConfigError for a link in a run's folder, through which a run would write elsewhere."""
-    for place, folders, names in os.walk(folder):
-        for link in (Path(place, name) for name in (*folders, *names)):
-            if link.is_symlink():
-                raise ConfigError(
-                    f"{link} is a link, and a run writes through none, as its folder may be a stranger's; "
-                    f"replace it, or make the whole folder {folder} a link"
-                )
-        # old checkpoints may be links, which are removed as links; W&B's own code writes the other folder
-        if place == str(folder):
-            folders[:] = [name for name in folders if name not in (CHECKPOINTS, "wandb")]
+    # old checkpoints may be links, which are removed as links; W&B's own code writes the other folder
+    if link := link_in(folder, (CHECKPOINTS, "wandb")):
+        raise ConfigError(
+            f"{link} is a link, and a run writes through none, as its folder may be a stranger's; "
+            f"replace it, or make the whole folder {folder} a link"
+        )
 
 
 class _State(enum.Enum):

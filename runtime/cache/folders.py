@@ -14,6 +14,7 @@ from pathlib import Path
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.cache.blobs import write_whole
 from graphmoe.runtime.cache.entries import FLASH4, INDUCTOR, TRITON
+from graphmoe.runtime.host.files import link_in
 
 # Each with the part of a work folder
 VARIABLES = {
@@ -71,15 +72,12 @@ def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = Fa
 
 def refuse_links(cache: Path) -> None:
     """Raise ConfigError if anything in the cache is a link: it makes none, and removing would follow it."""
-    for root, folders, files in os.walk(cache):
-        for path in (Path(root, name) for name in (*folders, *files)):
-            if path.is_symlink():
-                raise ConfigError(
-                    f"{path} is a link to {os.readlink(path)}, and no job makes one there; nothing was "
-                    f"removed; remove the link first: rm {shlex.quote(str(path))}"
-                )
-        if Path(root) == cache / "work":
-            folders.clear()  # compilers link there, and only whole folders are removed
+    # compilers link in the other folder, of which only whole folders are removed
+    if path := link_in(cache, ("work",)):
+        raise ConfigError(
+            f"{path} is a link to {os.readlink(path)}, and no job makes one there; nothing was "
+            f"removed; remove the link first: rm {shlex.quote(str(path))}"
+        )
 
 
 def _is_own_group(gid: int) -> bool:

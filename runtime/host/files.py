@@ -21,7 +21,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,17 @@ def replace_text(path: Path, text: str, *, durably: bool = False) -> None:
         raise
     if durably:
         sync_folder(path.parent)
+
+
+def link_in(folder: Path, passed_over: Collection[str]) -> Path | None:
+    """Return a link in a folder; folders named ``passed_over`` directly in it may contain links."""
+    for root, folders, files in os.walk(folder):
+        for path in (Path(root, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                return path
+        if root == str(folder):
+            folders[:] = [name for name in folders if name not in passed_over]
+    return None
 
 
 def sync_folder(folder: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):
 
 
 def test_a_run_stops_after_its_hours_with_status_0_and_is_continued(tmp_path, undisturbed):
-    folder, limit = tmp_path / "run", "train.max_hours=0.00305"  # 11 s, of which the start takes some
+    folder, limit = tmp_path / "run", "train.max_hours=0.00305"  # 11 s, start included
     run = Command(tmp_path, words("run", "checkpoint.interval=0", limit), slow={STEP: 0.5})
     assert run.wait() == 0, run.err.read_text()
     stopped = summary(folder)

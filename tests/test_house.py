@@ -60,9 +60,9 @@ COMMANDS = {
 MAX_FILE, MAX_ENTRIES = 400, 12
 MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 342, 61_820, 48_730, 20
 MAX_OF_ROOMS = {
-    "ops": 10_315, "plan": 6_735, "training": 5_185, "runtime": 8_985, "bench": 2_550, "project": 1_765,
-    "report trace pipeline_view web_page": 3_520, "checkpoint run": 5_350, "command": 1_740, "data": 3_170,
-    "passes": 2_200, "model": 2_595, "config": 2_110, "optim": 2_035, "doctor": 1_235,
+    "ops": 10_310, "plan": 6_735, "training": 5_185, "runtime": 8_995, "bench": 2_540, "project": 1_765,
+    "report trace pipeline_view web_page": 3_520, "checkpoint run": 5_350, "command": 1_735, "data": 3_170,
+    "passes": 2_185, "model": 2_595, "config": 2_110, "optim": 2_035, "doctor": 1_235,
 }  # fmt: skip
 """Lines. A limit is raised only in a commit of its own, which says what was removed to make room."""
 

@@ -30,17 +30,17 @@ def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(size, dtype=dtype)
     # Whole pages, registered: torch's allocator of pinned memory would round up to a power of two.
     num_bytes = -(-max(size, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = torch.zeros(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
-    start = -memory.data_ptr() % mmap.PAGESIZE
-    pages, runtime = memory[start : start + num_bytes], torch.cuda.cudart()
-    address = pages.data_ptr()
+    # Tensors keep the map, and a storage's Python object may end before its memory.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory, runtime = torch.frombuffer(pages, dtype=torch.uint8), torch.cuda.cudart()
+    address = memory.data_ptr()
     if int(error := runtime.cudaHostRegister(address, num_bytes, 0)):
         raise ConfigError(
             f"optim.offload=true: {num_bytes / 2**30:.1f} GiB of host memory cannot be pinned ({error}); "
             f"raise the limit of locked memory (ulimit -l), or use optim.offload=false"
         )
-    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
-    return pages[: size * dtype.itemsize].view(dtype)
+    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
+    return memory[: size * dtype.itemsize].view(dtype)
 
 
 class _Piece(NamedTuple):

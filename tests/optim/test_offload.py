@@ -1,6 +1,9 @@
 """Optimizer state in host memory: the bits of a run whose state is on the device, and what is refused."""
 
+import gc
 import math
+import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,3 +140,21 @@ def test_a_host_without_memory_for_the_state_is_refused(monkeypatch):
             continue
         with pytest.raises(ConfigError, match="of the 2 ranks of a node take .* GiB of host memory"):
             start_checks._check_host(plan, 0.0)
+
+
+def test_pages_stay_pinned_for_as_long_as_a_tensor_has_them(monkeypatch):
+    pinned = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0,
+        cudaHostUnregister=pinned.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    whole = offload.host_zeros(5000, torch.float32, torch.device("cuda"))
+    address, part = whole.data_ptr(), whole[:7]
+    assert not whole.any() and pinned == {address: 5 * mmap.PAGESIZE} and address % mmap.PAGESIZE == 0
+    del whole
+    gc.collect()
+    assert pinned and part.fill_(1).sum() == 7
+    del part
+    gc.collect()
+    assert not pinned

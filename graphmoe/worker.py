@@ -287,7 +287,7 @@ def leave_report(folder: Path) -> None:
 def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
     if isinstance(error, SystemExit):
         raise error
-    status = 2 if isinstance(error, ConfigError) else 1
+    status = 2 if isinstance(error, ConfigError) else error.status if isinstance(error, RunFailed) else 1
     if isinstance(error, KeyboardInterrupt):
         status = error.status if isinstance(error, Interrupted) else 130
     known = isinstance(error, (ConfigError, RunFailed, KeyboardInterrupt))

@@ -64,8 +64,8 @@ def hydra_app(
     """Compose the configuration, check it and hand it to ``task``.
 
     A ConfigError is printed without a traceback and ends the process with status 2, one of
-    ``known_errors`` likewise with status 1. ``makes_folder`` says whether the tool writes into Hydra's
-    run folder, which it creates after the checks. ``prepare`` is called between check and resolve,
+    ``known_errors`` likewise with its ``status``, or 1. ``makes_folder`` says whether the tool writes into
+    Hydra's run folder, which it creates after the checks. ``prepare`` is called between check and resolve,
     before GPUs are queried. ``complete`` sets values that the tool knows, before the check.
     """
     _read_words(prog, examples)
@@ -113,7 +113,8 @@ def hydra_app(
     for message in dict.fromkeys(hidden(str(error), sys.argv[1:]) for error in errors):
         print_error(message)
     if errors:
-        sys.exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
+        statuses = [2 if isinstance(error, ConfigError) else getattr(error, "status", 1) for error in errors]
+        sys.exit(max(statuses))
     if interrupted or status:
         sys.exit(interrupted or status)
 

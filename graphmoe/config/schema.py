@@ -201,6 +201,12 @@ class TrainConfig:
     """Consecutive skipped non-finite steps that end the run, > 0."""
     log_interval: Count = 10
     """Steps between log lines, > 0."""
+    rerun: bool = False
+    """Run a suspicious step again, to tell transient and faulty devices from data (docs/reliability.md)."""
+    spike_factor: Annotated[float, NOT_NEGATIVE] = 10.0
+    """rerun: a loss this many spreads above the median of 64 is suspicious; 0: only a non-finite one."""
+    inject_fault: str | None = None
+    """rerun, for tests: transient, persistent or data, then :rank:step, and :factor of the loss (NaN)."""
 
 
 @dataclass

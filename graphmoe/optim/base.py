@@ -78,6 +78,10 @@ class StepOptimizer(ABC):
     def restore_weights(self) -> None:  # noqa: B027
         """Restore weights whose memory a forward without update has overwritten."""
 
+    def own_gradients(self) -> list[Tensor]:
+        """Return this rank's gradients before sums over ranks, until the next step; empty if not kept."""
+        return []
+
     @abstractmethod
     def step(self, loss: Tensor) -> StepResult:
         """Update the weights; skip if the norm, or ``loss`` on any rank, is not finite. A collective."""

@@ -130,6 +130,9 @@ class Optimizer(StepOptimizer):
             return result
         return result._replace(max_logit=self.qk_clip.apply(result.finite))
 
+    def own_gradients(self) -> list[Tensor]:
+        return [] if self._alone else [family.grad for family in self.families if family.grad is not None]
+
     def model_state(self) -> dict[str, Tensor | FlatShard]:
         self.gather()
         return shards_of(self.model, self.mesh.layout, self.mesh.rank)

@@ -31,6 +31,7 @@ from graphmoe.training.log_lines import start_block
 from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.micro_batches import MicroBatches, Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
+from graphmoe.training.reruns import Reruns
 from graphmoe.training.saves import Chosen, Saves, not_finite, restore_random_state, seed_everything, state_of
 from graphmoe.training.step import Steps, TrainStep
 from graphmoe.training.step_rows import StepRows
@@ -61,7 +62,9 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
         capture.watch({**tensors_of(model), **optimizer.fixed_tensors()})
     ladder = receive_ladder(plan, mesh, ranks, model, device, capture, fused=execution.fuses)
     train_step = TrainStep(plan, optimizer, micro_batches, mesh, execution.backends)
-    steps = Steps(train_step, _rows(plan, model, device), heartbeat, capture, ladder)
+    gate = train_step.gate
+    reruns = Reruns(plan, ranks, model, gate, device) if gate else None
+    steps = Steps(train_step, _rows(plan, model, device), heartbeat, capture, ladder, reruns)
     validation = Validation(plan, corpus, micro_batches, mesh, heartbeat, ladder)
     trace = _trace(plan, step, folder, ranks, steps, heartbeat, capture)
     profile = None
@@ -120,6 +123,7 @@ def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
         masked=plan.data.document_mask,
         ignores=plan.ignores_labels,
         clipped=plan.optim.qk_clip > 0,
+        reruns=plan.train.rerun,
     )
 
 

@@ -1,7 +1,7 @@
-"""One optimizer step: forward, backward, reduction, update, metrics; its capture; its rerun on overflow."""
+"""One optimizer step: forward, backward, reduction, update, metrics; its capture; its reruns."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
 from graphmoe.training.micro_batches import MicroBatches, rooms_of
+from graphmoe.training.reruns import Gate, Reruns
 from graphmoe.training.step_rows import TRAINED, StepRows, device_row
 from graphmoe.training.step_sums import ForcedLoads, StepSums, Totals
 
@@ -47,6 +48,7 @@ class TrainStep:
         self.routers = dict(zip(layers, model.routers(), strict=True))
         self._capacities_of: tuple[Dispatcher, ...] = ()
         self._capacities_L2: Tensor
+        self.gate = Gate(optimizer, mesh) if plan.train.rerun else None
         self._forced = ForcedLoads(plan, self.routers) if plan.moe.expert_load != NO_LOAD else None
 
     def prepare(self, step: int) -> None:
@@ -61,10 +63,14 @@ class TrainStep:
             scales.begin()
         totals = self.forward_backward(batches)
         scalars = totals.scalars | self._overflow(totals)
+        if self.gate:
+            self.gate.before(scalars["loss"])
         with profiler_range("optimizer", "update"):
             result = optimizer.step(scalars["loss"])
             if scales:
                 scales.update(result.finite)
+        if self.gate:
+            scalars |= self.gate.after(result.finite, result.grad_norm)
         if self.plan.model.selection_bias and not self.plan.model.lora_rank:  # frozen: no adapter holds it
             rate = self.plan.model.bias_update_rate
             for layer, router in self.routers.items():
@@ -107,7 +113,7 @@ class TrainStep:
             void.copy_(torch.maximum(void, (totals.received_L2 > self._capacities_L2).any().float()))
         rows, slots = totals.received_L2.amax(dim=0).unbind()
         of_mean = slots / self.plan.balanced.slots
-        load = {"receive_load": torch.maximum(rows / self.plan.balanced.rows, of_mean), "void": void}
+        load = {"receive_load": torch.maximum(rows / self.plan.balanced.rows, of_mean), "void": void.clone()}
         if self.plan.replica_slots:
             replica_gb = totals.scalars["replicas"] * self._replica_gb
             load |= {"planned_rank_load": of_mean, "replica_gb": replica_gb}
@@ -115,18 +121,18 @@ class TrainStep:
 
 
 class _Launched(NamedTuple):
-    """A launched step whose overflow flag the host has not read yet."""
+    """A launched step whose metrics the host has not checked yet."""
 
     step: int
     batches: list[Tensor]
 
 
 class Steps:
-    """Launches steps, captured as ``graph.scope`` says, queues their metrics, reruns overflowed steps.
+    """Launches steps, captured as ``graph.scope`` says; queues metrics; reruns bad steps.
 
-    The host reads a step's overflow flag after launching the next step. An overflowed step and the one after
-    it were no-ops, and both rerun on the same micro-batches. At the last level (no receive capacity)
-    the host reads flags before the next launch, so that the next step can leave that level.
+    The host checks a step's metrics after launching the next step. An overflowed or suspicious step and the
+    one after it were no-ops, and both rerun on the same micro-batches. At the last level (no receive
+    capacity) the host reads flags before the next launch, so that the next step can leave that level.
     """
 
     def __init__(
@@ -136,21 +142,22 @@ class Steps:
         heartbeat: Heartbeat,
         capture: Capture | None = None,
         ladder: ReceiveLadder | None = None,
+        reruns: Reruns | None = None,
     ) -> None:
         self.step, self.rows, self._heartbeat = step, rows, heartbeat
-        self._capture, self._ladder = capture, ladder
+        self._capture, self._ladder, self._reruns = capture, ladder, reruns
         self._captured: CapturedStep | None = None
         if capture is not None and step.plan.captures_step:
             self._captured = CapturedStep(step, step.micro_batches.device, capture)
         self._unconfirmed: deque[_Launched] = deque()
 
     def __call__(self, step: int, batches: Iterable[Tensor]) -> None:
-        """Launch a step, counted from 1, and read the overflow flags of all earlier ones."""
-        if self._ladder is None:  # receive buffers hold any routing
+        """Launch a step, counted from 1, and check all earlier ones."""
+        if self._ladder is None and self._reruns is None:  # receive buffers hold any routing
             self.step.prepare(step)
             self.rows.append(step, self.run(batches))
         else:
-            self._launch(_Launched(step, list(batches)), self._ladder)
+            self._launch(_Launched(step, list(batches)))
             self.settle(but=1)
 
     def run(self, batches: Iterable[Tensor]) -> Tensor:
@@ -167,36 +174,54 @@ class Steps:
         return row
 
     def settle(self, but: int = 0) -> None:
-        """Read launched steps' overflow flags, except the last ``but``, and rerun overflowed steps."""
+        """Check launched steps, except the last ``but``; rerun overflowed and suspicious ones."""
         while len(self._unconfirmed) > but:
-            assert self._ladder is not None
-            step = self._unconfirmed[0].step
-            overflowed, loads = self.rows.received(step)
-            if overflowed:
-                self._rerun(step, loads, self._ladder)
-                continue
+            (step, batches), loads = self._unconfirmed[0], list[Load]()
+            if self._ladder is not None:
+                overflowed, loads = self.rows.received(step)
+                if overflowed:
+                    self._climb(step, loads, self._ladder)
+                    continue
+            if self._reruns is not None:
+                values = self.rows.values(step)
+                if not self._reruns.settles(step, batches, values, self._probe):
+                    self._heartbeat.slow(f"step {step}, again since it is suspicious")
+                    self._rerun()
+                    continue
             self._unconfirmed.popleft()
-            if self._ladder.passed(step, loads):
+            if self._ladder is not None and self._ladder.passed(step, loads):
                 self._heartbeat.restart(f"the step after {step}, with more room")
 
-    def _launch(self, launched: _Launched, ladder: ReceiveLadder) -> None:
-        # Pinned memory is only read; the CPU's stand-in for a graph overwrites its inputs.
-        given = [tokens if tokens.is_pinned() else tokens.clone() for tokens in launched.batches]
-        self.step.prepare(launched.step)
-        self.rows.append(launched.step, self.run(given))
+    def _launch(self, launched: _Launched) -> None:
+        if self._reruns is not None:
+            self._reruns.launches(launched.step)
+        self.rows.append(launched.step, self._run_copies(*launched))
         self._unconfirmed.append(launched)
-        if ladder.on_last:
+        if self._ladder is not None and self._ladder.on_last:
             self.settle()
 
-    def _rerun(self, step: int, loads: list[Load], ladder: ReceiveLadder) -> None:
-        again = [*self._unconfirmed]
-        self._unconfirmed.clear()
-        self.rows.drop(len(again))
+    def _run_copies(self, step: int, batches: Sequence[Tensor]) -> Tensor:
+        # Pinned memory is only read; the CPU's stand-in for a graph overwrites its inputs.
+        given = [tokens if tokens.is_pinned() else tokens.clone() for tokens in batches]
+        self.step.prepare(step)
+        return self.run(given)
+
+    def _probe(self, step: int, batches: Sequence[Tensor]) -> dict[str, float]:
+        self._heartbeat.slow(f"step {step}, again on other ranks")
+        return self.rows.scalars(self._run_copies(step, batches))
+
+    def _climb(self, step: int, loads: list[Load], ladder: ReceiveLadder) -> None:
         what = f"step {step}, again with more room"
         if ladder.climb(step, loads):
             self._heartbeat.restart(what)
         else:
             self._heartbeat.slow(what)  # several steps, of which the watch expects one
+        self._rerun()
+
+    def _rerun(self) -> None:
+        again = [*self._unconfirmed]
+        self._unconfirmed.clear()
+        self.rows.drop(len(again))
         self.step.optimizer.void.zero_()
         for launched in again:
-            self._launch(launched, ladder)
+            self._launch(launched)

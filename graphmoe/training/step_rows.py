@@ -27,13 +27,15 @@ MASKED = ("attended_keys",)
 TRAINED = ("trained_tokens",)
 # scalars with ``optim.qk_clip``: the bound of all attention logits
 CLIPPED = ("max_logit",)
+# scalars with ``train.rerun``: this rank's mean loss and gradient norm, before sums over ranks
+OWN = ("own_loss", "own_grad")
 Interval = tuple[tuple[Moment, Moment], ...]  # start and end of each part between pauses
 
 
 class StepRow(NamedTuple):
     step: int
     seconds: float
-    values: dict[str, float]  # ``SCALARS`` by name; those of ``RECEIVED`` to ``CLIPPED`` if there are any
+    values: dict[str, float]  # ``SCALARS`` by name; those of ``RECEIVED`` to ``OWN`` if there are any
     load_LE: Tensor  # load of each expert over the mean of its layer, fp32
 
     @property
@@ -54,7 +56,9 @@ def device_row(
     load_LE = over_mean(counts_LE)
     of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
     scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_LE.new_ones(())}
-    names = names_of(*(names[0] in scalars for names in (RECEIVED, REPLICATED, MASKED, TRAINED, CLIPPED)))
+    names = names_of(
+        *(names[0] in scalars for names in (RECEIVED, REPLICATED, MASKED, TRAINED, CLIPPED, OWN))
+    )
     row = [torch.stack([scalars[name].float() for name in names]), load_LE.flatten()]
     return torch.cat(row if received_L2 is None else [*row, received_L2.flatten().float()])
 
@@ -64,10 +68,11 @@ def over_mean(counts_LX: Tensor) -> Tensor:
 
 
 def names_of(
-    planned: bool, replicated: bool, masked: bool = False, ignores: bool = False, clipped: bool = False
-) -> tuple[str, ...]:
+    planned: bool, replicated: bool, masked: bool = False, ignores: bool = False, clipped: bool = False,
+    reruns: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
     first = SCALARS + RECEIVED * planned + REPLICATED * replicated
-    return first + MASKED * masked + TRAINED * ignores + CLIPPED * clipped
+    return first + MASKED * masked + TRAINED * ignores + CLIPPED * clipped + OWN * reruns
 
 
 class StepRows:
@@ -84,9 +89,11 @@ class StepRows:
         masked: bool = False,
         ignores: bool = False,
         clipped: bool = False,
+        reruns: bool = False,
     ) -> None:
         """``capacity``: most rows between reads; ``experts``: MoE layers, experts of each."""
-        self._names, self._experts = names_of(planned, replicated, masked, ignores, clipped), experts
+        self._names = names_of(planned, replicated, masked, ignores, clipped, reruns)
+        self._experts = experts
         on_gpu = device.type == "cuda"
         self._end = len(self._names) + math.prod(experts)
         self._host = torch.zeros(capacity, self._end + 2 * experts[0] * planned, pin_memory=on_gpu)
@@ -118,7 +125,15 @@ class StepRows:
         """Return whether a step overflowed, and each MoE layer's load. Waits for that step."""
         row = self._row(self._steps.index(step))
         loads = row[self._end :].view(-1, 2).tolist()
-        return self._scalars(row)["void"] > 0, [Load(int(rows), int(slots)) for rows, slots in loads]
+        return self.scalars(row)["void"] > 0, [Load(int(rows), int(slots)) for rows, slots in loads]
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return a step's scalars by name. Waits for that step."""
+        return self.scalars(self._row(self._steps.index(step)))
+
+    def scalars(self, row: Tensor) -> dict[str, float]:
+        """Return the scalars of a ``device_row`` by name. Syncs the device if the row is there."""
+        return dict(zip(self._names, row[: len(self._names)].tolist(), strict=True))
 
     def read(self, last: int | None = None) -> list[StepRow]:
         """Return and drop the metrics of all steps up to ``last``, by default all. Waits for these steps."""
@@ -129,14 +144,11 @@ class StepRows:
             StepRow(
                 step,
                 seconds(interval),
-                self._scalars(row),
+                self.scalars(row),
                 row[len(self._names) : self._end].view(self._experts),
             )
             for step, interval, row in zip(steps, self.clock.hand_over(count), rows, strict=True)
         ]
-
-    def _scalars(self, row: Tensor) -> dict[str, float]:
-        return dict(zip(self._names, row[: len(self._names)].tolist(), strict=True))
 
     def _row(self, place: int) -> Tensor:
         number = (self._next - len(self) + place) % len(self._host)

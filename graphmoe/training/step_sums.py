@@ -16,7 +16,7 @@ from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.ranks import Mesh, sums
-from graphmoe.training.step_rows import MASKED
+from graphmoe.training.step_rows import MASKED, OWN
 
 
 class Totals(NamedTuple):
@@ -78,6 +78,8 @@ class StepSums:
         scalars = dict(zip(self._names, means, strict=True))
         for name in MASKED if MASKED[0] in scalars else ():
             scalars[name] = scalars[name] / (plan.train.micro_batch_size * plan.seq_len)
+        if plan.train.rerun:
+            scalars[OWN[0]] = self._sums[0] / plan.num_micro_batches
         if len(more) > 1:  # each rank that shares a stage has counted those of its exchanges
             scalars["replicas"] = more[1] / (mesh.layout.size("stage") * plan.num_micro_batches)
         return Totals(scalars, counts_LE, more[0].amax(dim=0) if more else None)

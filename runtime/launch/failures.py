@@ -41,6 +41,19 @@ _MOST = 8
 class RunFailed(RuntimeError):
     """Failure to start or continue a run; the message needs no traceback."""
 
+    status = 1  # exit status
+    here = True  # False if the cause is another rank
+
+
+class DeviceFault(RunFailed):
+    """Repeatedly wrong results of a device, which the message names."""
+
+    status = 3
+
+    def __init__(self, message: str, *, here: bool = True) -> None:
+        super().__init__(message)
+        self.here = here
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -75,7 +88,8 @@ class Failure:
         log = Path(self.log or log_dir / f"rank{self.rank}.log")
         lines = [self.text, *([f"log of rank {self.rank}: {log}"] if log.exists() else [])]
         text = "\n  ".join([*lines, *dump_lines(dumps_since(began, log.parent))])
-        return ConfigError(text) if self.wrong_config else RunFailed(text)
+        failed = DeviceFault if self.status == DeviceFault.status else RunFailed
+        return ConfigError(text) if self.wrong_config else failed(text)
 
 
 def write_failure(error: BaseException, status: int, log_dir: Path | None) -> None:
@@ -87,7 +101,7 @@ def write_failure(error: BaseException, status: int, log_dir: Path | None) -> No
     if log_dir is not None:
         log = str(log_dir / f"rank{rank}.log")
     attempt = attempt_of(os.environ)
-    suffered = not wrong_config and _is_of_others(error)
+    suffered = not wrong_config and (_is_of_others(error) or not getattr(error, "here", True))
     failure = Failure(rank, platform.node(), message, now, status, attempt, log, wrong_config, suffered)
     trace = message if known else "".join(traceback.format_exception(error))
     asked = os.environ.get("TORCHELASTIC_ERROR_FILE")

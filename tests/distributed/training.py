@@ -36,6 +36,7 @@ from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.compile.kept import kept_graphs, lasting_text
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.host.logs import Progress
+from graphmoe.runtime.launch.failures import DeviceFault
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.saves import TrainingStopped
@@ -144,7 +145,7 @@ class Training:
         with mock.patch.object(AllToAll, "dispatch", counted):
             try:
                 trainer.run()
-            except TrainingStopped as stopped:
+            except (TrainingStopped, DeviceFault) as stopped:
                 error = str(stopped)
         shares = isinstance(trainer.optimizer, ShardedOptimizer)  # which keeps no gradients
         gradients = {} if shares else _on_host(gathered(trainer, "grad_shard"))

@@ -225,3 +225,21 @@ def test_gradients_whose_squares_overflow_are_skipped(tmp_path, compiled, scope)
     after = (*optimizer.main, *optimizer.state_dict()["exp_avg"].values())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert first_not_finite({"optimizer": optimizer.state_dict()}) is None
+
+
+@pytest.mark.parametrize("scope", ["none", "full_iteration"])
+def test_a_transient_fault_leaves_no_trace(tmp_path, caplog, scope):
+    words = (
+        *SMALL,
+        EAGER,
+        f"graph.scope={scope}",
+        *STEPS,
+        "precision.deterministic=true",
+        "train.rerun=true",
+    )
+    plain = train_in(tmp_path / "plain", *words)
+    found = train_in(tmp_path / "fault", *words, "train.inject_fault=transient:0:12")
+    assert numbers(tmp_path / "fault") == numbers(tmp_path / "plain")
+    assert all(map(torch.equal, found.optimizer.main, plain.optimizer.main))
+    assert "step 12 ran again" in caplog.text and "a transient fault of rank 0 on" in caplog.text
+    assert "UUID" in caplog.text and str(torch.cuda.get_device_properties(0).uuid) in caplog.text

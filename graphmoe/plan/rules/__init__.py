@@ -27,6 +27,7 @@ FIRST = (model.model_rules, model.router_rules, parallel.batch_rules, parallel.p
 RULES = (
     run.name_rules,
     run.length_rules,
+    run.fault_rules,
     run.lr_schedule_rules,
     run.data_rules,
     run.unread_data_rules,

@@ -96,6 +96,7 @@ def unread_data_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
+_FAULT = re.compile(r"(transient|persistent|data)(:[0-9]{1,9}){2}(:[0-9]{1,9}(\.[0-9]{1,9})?)?")
 _TOKENS = re.compile(r"(\d+\.?\d*(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -129,6 +130,15 @@ def length_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"train.tokens={train.tokens} and train.epochs={train.epochs} both set the length of the run; "
             f"leave one of them out"
+        )
+
+
+def fault_rules(config: RunConfig) -> Iterator[str]:
+    fault = config.train.inject_fault
+    if fault is not None and not _FAULT.fullmatch(fault):
+        yield (
+            f"train.inject_fault={ascii(fault)[1:-1]} must be transient, persistent or data, then "
+            f":rank:step, and :factor of the loss if it is not NaN, such as transient:1:5 or data:0:40:3"
         )
 
 

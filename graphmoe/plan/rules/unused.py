@@ -150,5 +150,6 @@ def _of_run(config: RunConfig) -> Sequence[Row]:
         (not config.host.manual_gc, "host.gc_interval", "with host.manual_gc=false"),
         (not log.wandb, "log.wandb_project", "with log.wandb=false"),
         (not log.mlflow, "log.mlflow_experiment", "with log.mlflow=false"),
+        (not config.train.rerun, "train.spike_factor inject_fault", "with train.rerun=false"),
         (not config.profile.steps, "profile.ranks", "without profile.steps"),
     )

@@ -30,7 +30,8 @@ NO_FACTS = """
     optim.lr optim.min_lr_ratio optim.warmup_steps optim.wsd_decay_fraction optim.beta1 optim.beta2 optim.eps
     optim.weight_decay optim.bucket_mb optim.grad_shard parallel.dp parallel.pp
     train.steps train.tokens train.epochs train.global_batch_size train.seed train.clip_grad_norm
-    train.val_interval train.val_batches train.max_nonfinite train.log_interval moe.sync_free_stage
+    train.val_interval train.val_batches train.max_nonfinite train.log_interval train.rerun train.spike_factor
+    train.inject_fault moe.sync_free_stage
     compile.enabled compile.cache compile.cache_dir compile.cache_shared passes.dump graph.warmup_steps
     checkpoint.enabled checkpoint.interval checkpoint.keep_last checkpoint.keep_every checkpoint.async_save
     checkpoint.resume checkpoint.resume_from checkpoint.init_from checkpoint.other_tokenizer

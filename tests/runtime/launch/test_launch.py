@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from graphmoe.config.schema import ConfigError, LaunchConfig
 from graphmoe.runtime.launch.elastic import RankLogs
-from graphmoe.runtime.launch.failures import RunFailed, first_failure, write_failure
+from graphmoe.runtime.launch.failures import DeviceFault, RunFailed, first_failure, write_failure
 from graphmoe.runtime.launch.nodes import find_nodes, started_by
 from graphmoe.train import counted
 from tests.faults import HOLD, RAISE_AT, SIGNAL_AT, STEP_S
@@ -301,6 +301,14 @@ def test_errors_that_say_only_that_a_connection_broke_are_not_the_first_if_there
     assert first_failure(failed(3, -signal.SIGABRT), tmp_path, "job/0").rank == 2
     left(1, ValueError("the cause"), 10.0)
     assert first_failure(failed(3, -signal.SIGABRT), tmp_path, "job/0").rank == 1
+
+
+def test_a_faulty_device_is_the_error_of_its_rank_with_a_status_of_its_own(tmp_path, left):
+    file = left(0, DeviceFault("rank 1 is wrong", here=False), 9.0, DeviceFault.status)
+    left(1, DeviceFault("rank 1 is wrong"), 10.0, DeviceFault.status)
+    first = first_failure(failed(0, 3, file), tmp_path, "job/0")
+    raised = first.raised(tmp_path, 0.0)
+    assert first.rank == 1 and isinstance(raised, DeviceFault) and raised.status == first.status == 3
 
 
 def test_an_error_of_another_node_that_came_first_is_found_in_the_runs_folder(tmp_path, left):

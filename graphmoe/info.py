@@ -99,6 +99,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         offload=optim.offload,
     )
     names = {**KINDS, "moments": "slots" if optim.offload else f"moments_{optim.moment_dtype}"}
+    names["grads"] = f"gradients_{optim.grad_dtype}"
     stages_of = [plan.own_stages(place) for place in range(layout.pp)]
     of_places = [_whole_bytes(state(layout, stages, dp_shard=dp_shard), names) for stages in stages_of]
     on_host = [

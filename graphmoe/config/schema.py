@@ -28,6 +28,7 @@ from graphmoe.config.choices import DispatchDtype as DispatchDtype
 from graphmoe.config.choices import DpShard as DpShard
 from graphmoe.config.choices import Fp8Measure as Fp8Measure
 from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad
+from graphmoe.config.choices import GradDtype as GradDtype
 from graphmoe.config.choices import GroupScore as GroupScore
 from graphmoe.config.choices import LinearAttention as LinearAttention
 from graphmoe.config.choices import MasterDtype as MasterDtype
@@ -165,6 +166,8 @@ class OptimConfig:
     """fp32 gradient reduction bucket in MB, > 0."""
     grad_shard: bool = False
     """Reduce gradients after each micro-batch to shards (ZeRO-2), without whole ones (docs/parallel.md)."""
+    grad_dtype: GradDtype = GradDtype.fp32
+    """Unreduced gradients of bf16 weights: fp32, or bf16, rounded stochastically (docs/tuning.md)."""
 
     def decay_steps(self, total_steps: int) -> range:
         """Return the steps, from 0, in which the learning rate decays."""

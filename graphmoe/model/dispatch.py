@@ -213,7 +213,8 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
     if not ctx.shapes:
         return ()
     totals = ctx.work.totals
-    if totals:
+    in_place = bool(totals) and totals[0].key is None  # else chunks are added up in fp32
+    if in_place:
         # nothing was added in this step yet
         if not have_begun(totals):
             for gradient in totals:
@@ -223,8 +224,12 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
         into = [dy_ND.new_zeros(shape, dtype=torch.float32) for shape in ctx.shapes]
     for rows, numbers in _by_expert(number_NK, ctx.shapes[0][0], ctx.dispatcher):
         ctx.work.weight_gradients(into, dy_ND[rows], *(x[rows] for x in received[:2]), numbers)
-    if totals:
+    if in_place:
         report_added(totals)
+    else:
+        for gradient, value in zip(totals, into, strict=False):
+            gradient.add(value)
+    if totals:
         return (None,) * len(into)
     return tuple(gradient.to(dy_ND.dtype) for gradient in into)
 

@@ -152,12 +152,15 @@ def state_bytes(
     found["params"] += element_bytes * sum(w.numel() for w in weights if not w.requires_grad)
     buffers, slot = [*_flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1)], 0
     if grad_shard:
-        found["grads"] += FP32 * sum(_slots(model, layout, stages, buffers).lengths)
+        found["grads"] += kept[0].gradient * sum(_slots(model, layout, stages, buffers).lengths)
+    if kept[0].gradient != FP32:  # a bucket at a time is reduced in fp32
+        buckets = [bucket for each in buffers if each.ranks > 1 for bucket in each.layout.buckets]
+        found["grads"] += FP32 * max((b.whole.stop - b.whole.start for b in buckets), default=0)
     for _, buffer, ranks, matrices, pieces in buffers:
         size, shard = buffer.size, buffer.shard_size
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
         whole = 0 if grad_shard and ranks > 1 else size
-        found["grads"] += FP32 * (whole + (shard if ranks > 1 else 0))
+        found["grads"] += kept[0].gradient * whole + FP32 * (shard if ranks > 1 else 0)
         own, rows = kept[0], shard // ALIGNMENT
         if matrices is not None:
             own, rows = kept[1], sum(count * shape.rows for shape, count in matrices.items())

@@ -1,14 +1,18 @@
-"""A step's gradients, summed over micro-batches in fp32: the first stores, the others add.
+"""A step's gradients, summed over micro-batches: the first stores, the others add.
 
-Gradients that share their memory with others (`graphmoe.optim.shared_slots`) are reduced after each
-micro-batch: then the first of the next micro-batch stores.
+Sums are fp32, or bf16 and rounded stochastically: to the nearest, small addends would be lost. Gradients
+that share their memory with others (`graphmoe.optim.shared_slots`) are reduced after each micro-batch: then
+the first of the next micro-batch stores.
 """
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 PendingWeightGrads = list[Callable[[], object]]  # deferred wgrad calls, in the order of dgrad
+PIECE_ELEMENTS = 2**24  # elements rounded at once by eager code, which bounds its temporary memory
+_GOLDEN = -1640531535  # 2^32 divided by the golden ratio, odd
 
 
 class Gradient:
@@ -17,15 +21,16 @@ class Gradient:
     Before writing, ask `have_begun` whether to add.
     """
 
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
+    def __init__(self, total: Tensor, key: Tensor | None = None) -> None:
+        """``key``: int32 [] on the device, if ``total`` is bf16: what the next sum is rounded by."""
+        self.total, self.key = total, key
         self.begun = False  # on the host, so nothing syncs: total holds a gradient of this step
         self.on_added: Callable[[], None] | None = None
         self.before_write: Callable[[], None] | None = None  # makes ``total`` this gradient's, if shared
 
     def add(self, value: Tensor) -> None:
         if have_begun([self]):
-            self.total.add_(value)
+            _add(self.total, value, self.key)
         else:
             self.total.copy_(value)
         report_added([self])
@@ -70,3 +75,54 @@ def report_added(gradients: Sequence[Gradient]) -> None:
     for gradient in gradients:
         if gradient.on_added is not None:
             gradient.on_added()
+
+
+def rounded_sum(total: Tensor, value: Tensor, key: Tensor, number: int = 0, first_row: int = 0) -> Tensor:
+    """Return bf16 ``total`` [..., L] + ``value``, rounded stochastically. No device sync.
+
+    ``key``: int32 [], another for each sum. ``number`` separates sums of one key; ``first_row``: index of the
+    first of these rows of L elements.
+    """
+    lanes = total.shape[-1]
+    row = torch.arange(total.numel() // lanes, dtype=torch.int32, device=total.device) + first_row
+    drawn = noise(mixed(row ^ (number + 1) * 0x3779B9)[:, None], lanes, key, 0)
+    return to_bf16(total.float() + value.float(), drawn.view(total.shape))
+
+
+def _add(total: Tensor, value: Tensor, key: Tensor | None) -> None:
+    if key is None:
+        total.add_(value)
+        return
+    lanes = total.shape[-1]
+    rows, values, count = total.view(-1, lanes), value.reshape(-1, lanes), max(PIECE_ELEMENTS // lanes, 1)
+    for first in range(0, len(rows), count):
+        piece = rows[first : first + count]
+        piece.copy_(rounded_sum(piece, values[first : first + count], key, first_row=first))
+    key.add_(1)
+
+
+def to_bf16(x: Tensor, noise: Tensor) -> Tensor:
+    """Round fp32 to bf16, up or down with the probabilities that make the mean exact.
+
+    ``noise``: int32, uniform in [0, 2^16). Values that are not finite are kept.
+    """
+    bits = (x.view(torch.int32) + noise) & -65536
+    return torch.where(torch.isfinite(x), bits.view(torch.float32), x).bfloat16()
+
+
+def noise(origin: Tensor, lanes: int, step: Tensor, stream: int) -> Tensor:
+    """Return int32 [..., lanes], uniform in [0, 2^16), for rows of ``origin`` [..., 1]. No device sync.
+
+    ``step``: a scalar on the device. ``stream`` separates the tensors of one update.
+    """
+    key = mixed(step.to(torch.int32) * 16 + stream)
+    lane = torch.arange(lanes, dtype=torch.int32, device=origin.device)
+    return (mixed((origin ^ key) + lane * _GOLDEN) >> 16) & 0xFFFF
+
+
+def mixed(h: Tensor) -> Tensor:
+    """Return a hash of each int32 value: the finaliser of MurmurHash3 (A. Appleby)."""
+    # products wrap; shifts are logical by the masks
+    h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789
+    h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387
+    return h ^ ((h >> 16) & 0xFFFF)

@@ -159,8 +159,8 @@ class StepOptimizer(ABC):
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the joint norm of all gradients; fp64 on a CPU."""
     # An eager CPU norm sums elements one by one: fp32 would lose three digits.
-    exact = torch.float64 if gradients[0].device.type == "cpu" else None
-    norms = [torch.linalg.vector_norm(gradient, dtype=exact) for gradient in gradients]
+    dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
+    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -12,7 +12,8 @@ If the rule updates whole matrices, these have buffers of their own, in which ea
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +67,11 @@ class Family:
             for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
                 view.copy_(weight)
                 weight.data = view
-        # this rank's unreduced fp32 gradients; None if they are in slots
-        self.grad = torch.zeros(size, device=device) if not shares_slots or self.group is None else None
+        # this rank's unreduced gradients; None if they are in slots
+        self.grad: Tensor | None = None
+        if not shares_slots or self.group is None:
+            self.grad = torch.zeros(size, dtype=storage.gradients, device=device)
+        self.staging: Staging | None = None  # if they are bf16 and reduced
         self._gradients: dict[int, Tensor] = {}  # of buckets, by their start
         if self.grad is not None:
             self._gradients = {b.whole.start: self.grad[b.whole] for b in self.layout.buckets}
@@ -104,7 +108,7 @@ class Family:
         return self._gradients[bucket.whole.start]
 
     def place_gradient(self, bucket: Bucket, at: Tensor) -> None:
-        """Let the front of ``at``, fp32 [N], hold this rank's unreduced gradients of a bucket."""
+        """Let the front of ``at`` [N] hold this rank's unreduced gradients of a bucket."""
         self._gradients[bucket.whole.start] = at[: bucket.whole.stop - bucket.whole.start]
 
     def gradient_views(self) -> dict[str, Tensor]:
@@ -116,6 +120,12 @@ class Family:
                 view = self.gradient(bucket)[start : start + weight.numel()]
                 found[self.names[i]] = view.view(weight.shape)
         return found
+
+    def seeds(self) -> dict[str, int]:
+        """Return a number for each parameter, another on each rank that adds to the same sum."""
+        index = 0 if self.group is None else self.mesh.index(self.axis)
+        seed = self.storage.seed & 0xFFFFFFFF
+        return {name: zlib.crc32(f"{name} {index}".encode()) ^ seed for name in self.names}
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
         """Return, by name, offset and values [N] of this rank's part of each parameter."""
@@ -180,9 +190,12 @@ class Family:
                 found.view(-1)[at : at + len(elements)] = origins_of(*keys, self.storage.seed)
         return found
 
-    def reduce(self, bucket: Bucket) -> dist.Work:
-        """Start the reduction of a bucket's gradients to ``grad_shard``."""
-        shard, whole = self.grad_shard[bucket.shard], self.gradient(bucket)
+    def reduce(self, bucket: Bucket, release: Callable[[], None]) -> dist.Work:
+        """Start the reduction of a bucket's gradients, in fp32, to ``grad_shard``.
+
+        ``release`` must wait for it; it is called if another bucket needs the memory.
+        """
+        shard, whole = self.grad_shard[bucket.shard], self._in_fp32(bucket, release)
         if bucket.owner is None:
             return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
         if shard.numel():
@@ -193,13 +206,17 @@ class Family:
             shard = whole
         return dist.reduce(shard, group_dst=bucket.owner, group=self.group, async_op=True)
 
-    def reduce_in_place(self, bucket: Bucket) -> tuple[dist.Work, Tensor]:
+    def reduce_in_place(self, bucket: Bucket, release: Callable[[], None]) -> tuple[dist.Work, Tensor]:
         """Start the reduction of a bucket's gradients to this rank's part of them; return that part too."""
-        whole, start = self.gradient(bucket), bucket.whole.start
+        whole, start = self._in_fp32(bucket, release), bucket.whole.start
         part = whole[bucket.own.start - start : bucket.own.stop - start]
         if bucket.owner is None:
             return reduce_scatter_into(part, whole, group=self.group, async_op=True), part
         return dist.reduce(whole, group_dst=bucket.owner, group=self.group, async_op=True), part
+
+    def _in_fp32(self, bucket: Bucket, release: Callable[[], None]) -> Tensor:
+        whole = self.gradient(bucket)
+        return whole if self.staging is None else self.staging.copy(whole, release)
 
     def gather(self, bucket: Bucket) -> dist.Work:
         return self._gather(bucket, self.weight_shard, self.weight)
@@ -230,6 +247,22 @@ class Family:
         return whole if self.group is None else torch.cat([whole[b.own] for b in self.layout.buckets])
 
 
+class Staging:
+    """Memory for bf16 gradients of one bucket at a time in fp32, so that ranks add them up in fp32."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        lengths = [b.whole.stop - b.whole.start for f in families for b in f.layout.buckets]
+        self.memory = torch.empty(max(lengths), device=families[0].weight.device)
+        self._release: Callable[[], None] | None = None
+
+    def copy(self, gradients: Tensor, release: Callable[[], None]) -> Tensor:
+        """Return an fp32 copy, after the last reduction; ``release`` must wait for the next one."""
+        if self._release is not None:
+            self._release()
+        self._release = release
+        return self.memory[: len(gradients)].copy_(gradients)
+
+
 def families_of(
     model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule, storage: Storage = PLAIN,
     *, shares_slots: bool = False,
@@ -249,6 +282,11 @@ def families_of(
         own = rule.matrices if rule.matrices and is_matrix else rule
         named = {"of_matrices": is_matrix, "storage": storage, "shares_slots": shares_slots}
         found.append(Family(weights, places, mesh, axis, bucket_elements, own, **named))
+    reduced = [family for family in found if family.group is not None]
+    if reduced and storage.gradients != torch.float32:
+        staging = Staging(reduced)
+        for family in reduced:
+            family.staging = staging
     return found
 
 
@@ -269,7 +307,9 @@ def share_gradients(families: Sequence[Family], names: Iterable[str]) -> SharedS
     buffers = [(f.layout, dict(zip(f.names, f.weights, strict=True))) for f in sharded]
     buckets = [(family, bucket) for family in sharded for bucket in family.layout.buckets]
     slots = gradient_slots(buffers, names)
-    memory = [torch.zeros(length, device=sharded[0].weight.device) for length in slots.lengths]
+    like = sharded[0].weight if sharded else torch.empty(0)
+    dtypes = {family.storage.gradients for family in sharded}
+    memory = [like.new_zeros(length, dtype=dtype) for length in slots.lengths for dtype in dtypes]
     shared: dict[int, list[tuple[Family, Bucket]]] = {}
     for number, (family, bucket) in enumerate(buckets):
         slot = slots.of_buckets[number]

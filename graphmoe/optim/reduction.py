@@ -73,7 +73,7 @@ class _BucketSum:
         with profiler_range("gradients", "sum"):
             for gradient in self._gradients:
                 gradient.fill()
-            self._work = self._family.reduce(self._bucket)
+            self._work = self._family.reduce(self._bucket, self._wait)
 
     def finish(self) -> None:
         self._wait()

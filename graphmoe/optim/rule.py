@@ -6,7 +6,7 @@ AdamW as ATen operations and as torch's fused kernel; schedules as functions of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import ConfigError, OptimConfig
+from graphmoe.ops.gradients import PIECE_ELEMENTS
 
 
 class StepScalars(NamedTuple):
@@ -74,13 +75,26 @@ class UpdateRule:
     ) -> None:
         """Update in place. No device sync. ``fused`` is False in compiled code."""
         if fused and self.fused:
-            self.fused(mains, grads, moments, config=config, decays=decays, scalars=scalars)
+            given: Iterable[Any] = [(mains, grads, moments)]
+            if grads[0].dtype != torch.float32:
+                given = _pieces(mains, grads, moments)
+            for piece in given:
+                self.fused(*piece, config=config, decays=decays, scalars=scalars)
             return
         for main, grad, *own in zip(mains, grads, *moments, strict=True):
             decayed = main * (1 - scalars.lr * scalars.weight_decay) if decays else main
-            found = self.update(decayed, grad / scalars.shrink, own, scalars)
+            found = self.update(decayed, grad.float() / scalars.shrink, own, scalars)
             for old, new in zip((main, *own), found, strict=True):
                 old.copy_(torch.where(scalars.ok, new, old))
+
+
+def _pieces(
+    mains: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[list[Tensor], list[Tensor], list[list[Tensor]]]]:
+    # fp32 copies of bf16 gradients, which bounds their memory
+    for tensors in zip(mains, grads, *moments, strict=True):
+        for main, grad, *own in zip(*(tensor.split(PIECE_ELEMENTS) for tensor in tensors), strict=True):
+            yield [main], [grad.float()], [[moment] for moment in own]
 
 
 def _numbers(config: OptimConfig) -> tuple[float, ...]:

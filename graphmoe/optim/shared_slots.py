@@ -104,7 +104,7 @@ class _SlotBucket:
             for gradient in self._gradients:
                 gradient.fill()
                 gradient.begun = False
-            self._work = self._family.reduce_in_place(self._bucket)
+            self._work = self._family.reduce_in_place(self._bucket, self._collect)
 
     def _collect(self) -> None:
         if self._work is None:

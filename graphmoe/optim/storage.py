@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.config.schema import MasterDtype, MomentDtype, OptimConfig
+from graphmoe.config.schema import GradDtype, MasterDtype, MomentDtype, OptimConfig
+from graphmoe.ops.gradients import mixed, noise, to_bf16
 from graphmoe.optim import rule_of
 from graphmoe.optim.rule import StepScalars, UpdateRule
 from graphmoe.plan.buckets import ALIGNMENT, Kept
@@ -28,7 +29,6 @@ SMALLEST = 1e-30  # least scale, so that divisions by it are finite
 EAGER_ROWS = 2**18  # rows updated at once by eager code, which bounds its temporary memory
 STORED = {MomentDtype.fp32: torch.float32, MomentDtype.bf16: torch.bfloat16, MomentDtype.int8: torch.int8}
 Kind = tuple[Any, ...]
-_GOLDEN = -1640531535  # 2^32 divided by the golden ratio, odd
 
 
 class Storage(NamedTuple):
@@ -40,6 +40,8 @@ class Storage(NamedTuple):
     seed: int = 0
     offload: bool = False
     """True if master weights and moments are in host memory."""
+    gradients: torch.dtype = torch.float32
+    """Of unreduced gradients."""
 
     @property
     def is_plain(self) -> bool:
@@ -63,6 +65,7 @@ def kept_of(optim: OptimConfig) -> list[Kept]:
             0 if storage.in_place else 4,
             len(own.moments) * STORED[storage.moments].itemsize,
             0 if storage.is_plain else 4 * (1 + storage.has_scales * len(own.moments)),
+            2 if optim.grad_dtype is GradDtype.bf16 else 4,
         )
         for own in (rule, rule.matrices)
         if own is not None
@@ -121,7 +124,7 @@ def _update(region: Region, scalars: StepScalars) -> None:
     held = [*zip(region.moments, scales, strict=True)]
     decayed = main * (1 - scalars.lr * scalars.weight_decay) if region.decays else main
     moments = [decode(values, scale) for values, scale in held]
-    weight, *found = rule.update(decayed, region.grad / scalars.shrink, moments, scalars)
+    weight, *found = rule.update(decayed, region.grad.float() / scalars.shrink, moments, scalars)
 
     def store(old: Tensor, new: Tensor) -> None:
         old.copy_(torch.where(scalars.ok, new, old))
@@ -140,15 +143,6 @@ def _update(region: Region, scalars: StepScalars) -> None:
     store(region.main, weight)
     for rounded in region.rounded:
         rounded.copy_(region.main)
-
-
-def to_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """Round fp32 to bf16, up or down with the probabilities that make the mean exact.
-
-    ``noise``: int32, uniform in [0, 2^16). Values that are not finite are kept.
-    """
-    bits = (x.view(torch.int32) + noise) & -65536
-    return torch.where(torch.isfinite(x), bits.view(torch.float32), x).bfloat16()
 
 
 def encode(x: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -182,23 +176,6 @@ def _value(code: Tensor, dtype: torch.dtype) -> Tensor:
     return code / 127 * (code / 127).abs()
 
 
-def noise(origin: Tensor, lanes: int, step: Tensor, stream: int) -> Tensor:
-    """Return int32 [..., lanes], uniform in [0, 2^16), for rows of ``origin`` [..., 1]. No device sync.
-
-    ``step``: a scalar on the device. ``stream`` separates the tensors of one update.
-    """
-    key = _mixed(step.to(torch.int32) * 16 + stream)
-    lane = torch.arange(lanes, dtype=torch.int32, device=origin.device)
-    return (_mixed((origin ^ key) + lane * _GOLDEN) >> 16) & 0xFFFF
-
-
-def _mixed(h: Tensor) -> Tensor:
-    # finaliser of MurmurHash3 (A. Appleby) in int32, whose products wrap; shifts are logical by the masks
-    h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789
-    h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387
-    return h ^ ((h >> 16) & 0xFFFF)
-
-
 def origins_of(
     name: str,
     first: Tensor,
@@ -220,4 +197,4 @@ def origins_of(
         whole += at * stride
         stride *= size
     key = torch.tensor([zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF)]).to(torch.int32)
-    return _mixed(_mixed((whole >> 31).to(torch.int32) ^ _mixed(key)) + (whole & 0x7FFFFFFF).to(torch.int32))
+    return mixed(mixed((whole >> 31).to(torch.int32) ^ mixed(key)) + (whole & 0x7FFFFFFF).to(torch.int32))

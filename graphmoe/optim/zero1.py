@@ -7,14 +7,14 @@ A step reduce-scatters gradients, computes the norm and updates shards; the next
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from graphmoe.checkpoint.entries import local_part
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
-from graphmoe.config.schema import MasterDtype, OptimConfig, TrainConfig
+from graphmoe.config.schema import GradDtype, MasterDtype, OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.optim.flat_buffers import families_of, share_gradients
@@ -29,6 +29,9 @@ from graphmoe.runtime.capture import TensorSlot
 from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
+
+SUMS_OF_STEP = 2**12  # numbers of a step's keys; more micro-batches reuse those of the next step
+T = TypeVar("T")
 
 
 class Optimizer(StepOptimizer):
@@ -49,7 +52,9 @@ class Optimizer(StepOptimizer):
         elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
         is_rounded = self.weights[0].dtype != torch.float32
         in_place = is_rounded and optim.master_dtype is MasterDtype.bf16
-        storage = Storage(optim.moment_dtype, in_place, train.seed, optim.offload)
+        rounds_sums = is_rounded and optim.grad_dtype is GradDtype.bf16
+        dtype = torch.bfloat16 if rounds_sums else torch.float32
+        storage = Storage(optim.moment_dtype, in_place, train.seed, optim.offload, dtype)
         how = {"shares_slots": optim.grad_shard}
         self.families = families_of(model, self.mesh, elements, self.rule, storage, **how)
         of_slots = share_gradients(self.families, [name for name, _ in model.named_parameters()])
@@ -57,6 +62,13 @@ class Optimizer(StepOptimizer):
         self.update_stored = update_stored
         totals = self._by_name({name: g for f in self.families for name, g in f.gradient_views().items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
+        self._keys: Tensor | None = None  # by which sums of gradients are rounded, int32
+        if rounds_sums:
+            seeds = self._by_name({name: seed for f in self.families for name, seed in f.seeds().items()})
+            self._seeds = torch.tensor([*seeds.values()]).to(self.applied.device, torch.int32)
+            self._keys = self._seeds.clone()
+            for gradient, key in zip(gradients.values(), self._keys.unbind(), strict=True):
+                gradient.key = key
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
         # weak: the garbage collector doesn't see autograd's hooks, and would free neither
         collect = weakref.WeakMethod(self._collect)
@@ -126,6 +138,7 @@ class Optimizer(StepOptimizer):
         if self._host:
             self._host.update(functools.partial(self._update_staged, self._scalar_arguments(arguments)))
         result = StepResult(*self._update(*arguments))
+        self._renew_keys()
         if self.qk_clip is None:
             return result
         return result._replace(max_logit=self.qk_clip.apply(result.finite))
@@ -140,6 +153,7 @@ class Optimizer(StepOptimizer):
     def restored(self, state: Mapping[str, Any]) -> None:
         super().restored(state)
         self._settle()
+        self._renew_keys()
         for family in self.families:
             family.shard_weights()
             for name in [name for name in family.moments if state.get(name)]:
@@ -154,11 +168,14 @@ class Optimizer(StepOptimizer):
         found: dict[str, TensorSlot] = {}
         for name, gradient in zip(self.names, self._gradients.values(), strict=True):
             found[f"the gradient of {name}"] = vars(gradient), "total"
+            if gradient.key is not None:
+                found[f"the key of the gradient of {name}"] = vars(gradient), "key"
         holders = [("", vars(self))]
         for family in self.families:
             which = f" over {family.axis}" if len(self.families) > 1 else ""
             which += " of matrices" * family.of_matrices
             holders += [(which, vars(family)), (which, family.moments), (which, family.rows)]
+            holders += [(f" staging{which}", vars(family.staging))] if family.staging else []
         for which, holder in holders:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
                 found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
@@ -188,7 +205,7 @@ class Optimizer(StepOptimizer):
         ``optim.grad_shard`` this rank's shards, which are filled in place.
         """
         frozen = {name: weight.detach() for name, weight in self.frozen.items()}
-        if self.config.grad_shard and not self._alone:
+        if (self.config.grad_shard or self._keys is not None) and not self._alone:
             here = self.mesh.layout, self.mesh.rank
             pairs = zip(self.names, self.weights, strict=True)
             none = {n: FlatShard(w.detach().view(-1)[:0], 0, w.shape, layout_of(w), *here) for n, w in pairs}
@@ -199,7 +216,8 @@ class Optimizer(StepOptimizer):
         self._settle()
         found = dict[str, Tensor]()
         for family in self.families:
-            found |= family.gathered(family.main, family.weight if family.storage.in_place else family.grad)
+            into = None if self._keys is not None else family.grad
+            found |= family.gathered(family.main, family.weight if family.storage.in_place else into)
         return self._by_name(found)
 
     @torch.no_grad()
@@ -224,7 +242,11 @@ class Optimizer(StepOptimizer):
         mains = [(family, family.views(family.main)) for family in whole]
         return {id(w): main for f, views in mains for w, main in zip(f.weights, views.values(), strict=True)}
 
-    def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _renew_keys(self) -> None:
+        if self._keys is not None:  # a resumed run has the same
+            self._keys.copy_(self._seeds + self.applied.to(torch.int32) * SUMS_OF_STEP)
+
+    def _by_name(self, tensors: Mapping[str, T]) -> dict[str, T]:
         return {name: tensors[name] for name in self.names}
 
     def _entries(self, kind: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def matrices_of(name: str, weight: Tensor) -> Matrices | None:
 
 
 class Kept(NamedTuple):
-    """Bytes of an optimizer's state besides weights and gradients."""
+    """Bytes of an optimizer's state besides weights and reduced gradients."""
 
     main: int
     """Of an element's master weight, if weights are bf16."""
@@ -63,6 +63,8 @@ class Kept(NamedTuple):
     """Of an element's moments."""
     row: int = 0
     """Of scales and random keys of a row: `ALIGNMENT` elements, or a row of a matrix updated whole."""
+    gradient: int = 4
+    """Of an element's unreduced gradient."""
 
     @property
     def bytes_moved(self) -> int:

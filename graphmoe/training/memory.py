@@ -232,8 +232,10 @@ def _experts_work(sizes: Sizes) -> float:
     local = model.num_experts // sizes.layout.ep
     if "experts" in sizes.fp8:  # rows of each expert fill whole tiles of a wgrad
         work += (local + sizes.replica_slots) * (BLOCK_R - 1) * (3 * inner + 2 * model.hidden_size)
-    elif sizes.on_nvidia and slots >= TORCH_ROWS * local and not model.lora_rank:
-        work += e * local * sizes.expert_elements  # a gradient that is added in fp32 later
+    by_torch = "experts" not in sizes.fp8 and sizes.on_nvidia and slots >= TORCH_ROWS * local
+    if (by_torch or sizes.rounds_sums) and not model.lora_rank:  # a gradient that is added later
+        in_fp32 = sizes.rounds_sums and ("experts" in sizes.fp8 or sizes.replica_slots)
+        work += (4 if in_fp32 else e) * local * sizes.expert_elements
     return work + sizes.replica_slots * sizes.pulled_bytes  # weights of the slots
 
 

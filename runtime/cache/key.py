@@ -51,6 +51,7 @@ SINGLE_KEYS = (
     "optim.schedule",
     "optim.moment_dtype",
     "optim.master_dtype",
+    "optim.grad_dtype",
     "optim.offload",
     "graph.scope",
 )

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.ops import fp8_mlp, grouped_mlp  # noqa: F401  # registers the operations
-from graphmoe.ops.gradients import Gradient, PendingWeightGrads, begin, have_begun, report_added
+from graphmoe.ops.gradients import Gradient, PendingWeightGrads, begin, have_begun, report_added, rounded_sum
 from graphmoe.ops.replicas.exchange import when_at_owners
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.compile.host_activations import HostActivations
 from graphmoe.runtime.host.files import FileLock, dispensable
 from graphmoe.runtime.launch.stamps import wait_for
-from graphmoe.runtime.torch_compat import FakeTensorMode, compile_inference
+from graphmoe.runtime.torch_compat import FakeTensorMode, compile_inference, make_fx
 from graphmoe.segments import profiler_range
 
 _COMPILED = "compiled"
@@ -79,10 +79,11 @@ class UnitCode:
     """The compiled forward, dgrad and wgrad of a compile unit; equal units share one."""
 
     def __init__(
-        self, graphs: UnitGraphs, compiler: Callable[[fx.GraphModule], Compiled], *, accumulates: bool
-    ) -> None:
-        """``accumulates``: wgrad sums weight gradients itself; else autograd gets them."""
-        self.graphs, self.accumulates, self._compiler = graphs, accumulates, compiler
+        self, graphs: UnitGraphs, compiler: Callable[[fx.GraphModule], Compiled], *, accumulates: bool,
+        rounds: bool = False,
+    ) -> None:  # fmt: skip
+        """``accumulates``: wgrad sums weight gradients itself, in bf16 if ``rounds``; else autograd does."""
+        self.graphs, self.accumulates, self._rounds, self._compiler = graphs, accumulates, rounds, compiler
         self._forward = compiler(graphs.forward) if graphs.num_outputs else lambda *_: ()
         self.inputs: Compiled | None = None  # dgrad, if it computes anything
         # wgrad that stores and wgrad that adds, each compiled at first use
@@ -179,7 +180,8 @@ class UnitCode:
         if sums:
             code = self._weights_code(add=add)
             with profiler_range(self.graphs.name, "W"):
-                code(*handed, *(gradient.total for gradient in sums))
+                key = [gradient.key for gradient in sums[:1] if add and gradient.key is not None]
+                code(*handed, *(gradient.total for gradient in sums), *key)
             self.weights_run.add(add)
 
     def _weights_code(self, *, add: bool) -> Compiled:
@@ -187,7 +189,7 @@ class UnitCode:
             assert self.graphs.backward is not None
             graph = self.graphs.backward.weights
             self._weights[add] = self._compiler(
-                accumulate_outputs(graph, add=add) if self.accumulates else graph
+                accumulate_outputs(graph, add=add, rounds=self._rounds) if self.accumulates else graph
             )
         return self._weights[add]
 
@@ -250,8 +252,11 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
-    """Return the graph changed to store its outputs in fp32 buffers or, with ``add``, to add them there."""
+def accumulate_outputs(module: fx.GraphModule, *, add: bool, rounds: bool = False) -> fx.GraphModule:
+    """Return the graph changed to store its outputs in fp32 buffers or, with ``add``, to add them there.
+
+    With ``rounds`` buffers are bf16; a graph that adds reads and increments a key, its last input.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, copies)
@@ -263,17 +268,29 @@ def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
         with graph.inserting_after(last_input[0]) if last_input else graph.inserting_before(None):
             buffer = graph.placeholder(f"buffer_{index}")
         last_input = [buffer]
-        buffer.meta["val"] = shape.new_empty(shape.shape, dtype=torch.float32)
+        buffer.meta["val"] = shape.new_empty(shape.shape, dtype=torch.bfloat16 if rounds else torch.float32)
         pairs.append((value, buffer))
+    key: fx.Node | None = None
+    if rounds and add and pairs:
+        with graph.inserting_after(last_input[0]):
+            key = graph.placeholder("key")
+        key.meta["val"] = pairs[0][1].meta["val"].new_empty((), dtype=torch.int32)
     # The experts' kernels accumulate from fp32 sums if they can; others are added before the final cast.
-    for value, buffer in _without_experts(graph, pairs, add):
+    for number, (value, buffer) in enumerate(pairs if key else _without_experts(graph, pairs, add)):
         # (a @ b).T becomes b.T @ a.T, so that both operands of the sum have one layout
         value = _transposed_product(graph, _before_rounding(value))
-        if add:
+        if key:
+            value = _rounded_sum(graph, number, buffer, value, key)
+        elif add:
             value = graph.call_function(aten.add.Tensor, (buffer, value))
             value.meta["val"] = buffer.meta["val"]
         copy = graph.call_function(aten.copy_.default, (buffer, value))
         copy.meta["val"] = buffer.meta["val"]
+    if key:
+        following = graph.call_function(aten.add.Tensor, (key, 1))
+        following.meta["val"] = key.meta["val"]
+        copy = graph.call_function(aten.copy_.default, (key, following))
+        copy.meta["val"] = key.meta["val"]
     graph.output(())
     graph.eliminate_dead_code()
     graph.lint()
@@ -300,6 +317,17 @@ def _without_experts(
             call.meta["val"] = None
             pairs = [pair for pair in pairs if pair not in of_node]
     return pairs
+
+
+def _rounded_sum(graph: fx.Graph, number: int, *given: fx.Node) -> fx.Node:
+    # of a buffer, a value and a key
+    fakes = [node.meta["val"] for node in given]
+    with torch.no_grad(), fakes[0].fake_mode:
+        traced = make_fx(functools.partial(rounded_sum, number=number))(*fakes)
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
+    result = graph.graph_copy(traced.graph, copies)
+    assert isinstance(result, fx.Node)
+    return result
 
 
 def _before_rounding(node: fx.Node) -> fx.Node:

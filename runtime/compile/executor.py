@@ -281,7 +281,10 @@ class CompiledSegments:
             report.passes = graphs.reports
             report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
             compiler = functools.partial(self._compile_graph, report)
-            code = UnitCode(graphs, compiler, accumulates=self._gradient_of is not None)
+            gradients = self._gradients(bound.tensors[: bound.num_parameters])
+            rounds = any(gradient.key is not None for gradient in gradients)
+            accumulates = self._gradient_of is not None
+            code = UnitCode(graphs, compiler, accumulates=accumulates, rounds=rounds)
             code.host = self._host
         self._add(report)
         return code, report

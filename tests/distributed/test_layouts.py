@@ -217,6 +217,13 @@ AXES = {  # operations that graphs of layouts send by, each with its axis
 ROUNDED = [
     Case(4, layout, model=(BF16, "train.steps=1", *more)) for layout, *more in (("tp=2", DENSE), ("ep=2",))
 ]
+SUMS, ONE = "optim.grad_dtype=bf16", (BF16, "train.steps=1")
+ROUNDED += [  # sums in bf16 too
+    Case(4, "ep=2", overrides=(SUMS, "optim.grad_shard=true", *TURNS), model=(*ONE, ALL_MOE), mode="traced"),
+    Case(4, "ep=4", overrides=(SUMS, *REPLICAS), model=ONE, mode="traced", change=all_on_two_experts),
+    Case(4, "pp=2", "zbv", overrides=(SUMS, "optim.grad_shard=true"), model=(*ONE, MTP, TIED)),
+    Case(4, "", overrides=(SUMS,), model=(*ONE, "optim.name=muon")),
+]
 EIGHT = Case(8, "cp=2 tp=2 ep=4 etp=2"), Case(8, "pp=4 ep=2", "zbv", model=(MTP,))
 # a part of the model for each of 16 stages, and as many micro-batches
 DEEP = ("model.num_layers=12", "train.global_batch_size=16")

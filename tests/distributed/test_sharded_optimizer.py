@@ -63,7 +63,7 @@ class Nets:
         optimizer.gather()
         return {
             "weights": {name: weight.detach().clone() for name, weight in weights_of(optimizer).items()},
-            "main": {name: main.clone() for name, main in optimizer.weights_to_fill().items()},
+            "main": {name: main.data.clone() for name, main in optimizer.weights_to_fill().items()},
             "norms": torch.stack([result.grad_norm for result in results]),
             "applied": [result.finite.item() for result in results],
         }

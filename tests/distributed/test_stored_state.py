@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config.schema import MasterDtype, MomentDtype, OptimConfig, TrainConfig
+from graphmoe.config.schema import GradDtype, MasterDtype, MomentDtype, OptimConfig, TrainConfig
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.runtime.ranks import Mesh
 from tests.distributed.layouts import Case, of_ranks
@@ -23,6 +23,7 @@ class StoredNets(Nets):
 
     moments: MomentDtype = MomentDtype.fp32
     master: MasterDtype = MasterDtype.fp32
+    gradients: GradDtype = GradDtype.fp32  # of ranks
 
     def train(self, rank: int | None) -> dict[str, Any]:
         self._last = None
@@ -40,7 +41,8 @@ class StoredNets(Nets):
 
     def optimizer(self, rank: int | None) -> Optimizer:
         net = nn.ParameterDict([(name, nn.Parameter(self.start(name))) for name in SHAPES])
-        named = {"moment_dtype": self.moments, "master_dtype": self.master}
+        named: dict[str, Any] = {"moment_dtype": self.moments, "master_dtype": self.master}
+        named["grad_dtype"] = GradDtype.fp32 if rank is None else self.gradients
         optim = OptimConfig(self.rule, lr=0.1, bucket_mb=TINY, beta1=0.5, **named)
         mesh = None if rank is None else Mesh(TWO)
         self._last = Optimizer(net, optim, TrainConfig(steps=9, clip_grad_norm=0.0, seed=3), mesh)
@@ -55,6 +57,7 @@ BITS = {
     "int8": StoredNets(moments=MomentDtype.int8, bad=(2, 1)),
     "int8, in place": StoredNets(torch.bfloat16, moments=MomentDtype.int8, master=MasterDtype.bf16),
     "in place": StoredNets(torch.bfloat16, master=MasterDtype.bf16, bad=(2, 0)),
+    "bf16 gradients": StoredNets(torch.bfloat16, "several", gradients=GradDtype.bf16, bad=(2, 1)),
 }
 INT8 = ("optim.moment_dtype=int8", "optim.master_dtype=bf16", "precision.compute=bf16")
 SAVED = (*INT8, "checkpoint.enabled=true", "checkpoint.interval=2", "checkpoint.keep_last=9")

@@ -109,6 +109,20 @@ def test_results_and_gradients_are_bitwise_those_in_one_piece_where_no_expert_is
             assert torch.equal(bounded[key], value), key
 
 
+@pytest.mark.parametrize("name", [None, *CHUNKS])
+def test_sums_in_bf16_are_rounded_once(name):
+    layer, chunk = layer_of(torch.bfloat16), CHUNKS.get(name)
+    (totals, _), (rounded, added) = (fresh_totals(layer, begun=True) for _ in range(2))
+    for gradient in rounded:
+        gradient.total, gradient.key = gradient.total.bfloat16(), torch.tensor(3, dtype=torch.int32)
+    exact, found = (run(layer, chunk, "torch", each) for each in (totals, rounded))
+    assert sorted(added) == [0, 1]
+    for i, gradient in enumerate(rounded):
+        assert gradient.total.dtype == torch.bfloat16 and gradient.key == 4
+        # each of this pass, and the addend where the sum of chunks is not rounded
+        assert 0 < relative_error(found[f"total {i}"], exact[f"total {i}"]) < 2**-8
+
+
 @pytest.mark.parametrize("name", CHUNKS)
 @of_both
 def test_in_fp32_nothing_differs_but_by_the_order_of_fp32_sums(model, name):

@@ -157,6 +157,10 @@ def assert_directions_match(run: Directions, p: Problem, slack: float = 1.0) -> 
         alone_RH = run.hidden(*p.inputs[:2], *p.plan)
     assert alone_RH.shape == h_RH.shape and torch.equal(alone_RH[: p.live], h_RH[: p.live])
     dw_gate_up, dw_down = run.wgrad(p.dy_TD, p.x_TD, *made, *p.plan)
+    if p.x_TD.dtype == torch.bfloat16:  # totals of this dtype get these bits
+        totals = [torch.full_like(dw, NAN) for dw in (dw_gate_up, dw_down)]
+        run.wgrad_into(p.dy_TD, p.x_TD, *made, *p.plan, *totals, False)
+        assert torch.equal(totals[0], dw_gate_up) and torch.equal(totals[1], dw_down)
     gradients = [dx_TD, dw_gate_up, dw_down, dweight_TK]
     if p.b_gate_up is not None:
         sums_EH = torch.ops.graphmoe.expert_sums(made[0], p.plan[2])

@@ -147,6 +147,11 @@ def every(steps: Any, case: Case, own: int | None = None, of: Results | None = N
     behind = {"of_more": [total[own:] for total in sums]} if more else {}
     steps.wgrad(*sides, parts, **behind)
     gradients = [each.clone() for each in sums]
+    rounded = tuple(torch.full_like(part, NAN, dtype=torch.bfloat16) for part in parts)
+    steps.wgrad(*sides, rounded, **behind)
+    for each, part in zip(rounded, parts, strict=True):
+        # the interpreter does not round to the nearest
+        torch.testing.assert_close(each.float(), part, rtol=2**-7, atol=0, equal_nan=True)
     steps.wgrad(*sides, parts, add=True, **behind)
     return Results(forward, hidden, dgrad, largest, gradients, sums)
 

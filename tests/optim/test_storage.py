@@ -12,9 +12,10 @@ from torch._inductor import metrics
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.config.schema import ConfigError, MasterDtype, MomentDtype
+from graphmoe.ops.gradients import noise, to_bf16
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.rule import ADAMW
-from graphmoe.optim.storage import ROW, Storage, decode, encode, noise, origins_of, to_bf16
+from graphmoe.optim.storage import ROW, Storage, decode, encode, origins_of
 from graphmoe.passes.base import PassRunner
 from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout, own_part
 from graphmoe.plan.rules import check
@@ -253,6 +254,7 @@ STORED = {
         *("optim.name=muon", "optim.moment_dtype=bf16", "optim.master_dtype=bf16", "precision.compute=bf16"),
     ),
     "muon, int8": ("optim.name=muon", "optim.moment_dtype=int8"),
+    "bf16 gradients": ("optim.grad_dtype=bf16", "precision.compute=bf16"),
 }
 
 
@@ -281,7 +283,9 @@ def test_a_resume_is_bitwise_and_reads_stored_moments(words, tmp_path):
 
 @pytest.mark.usefixtures("unmeasured", "as_traced")
 @pytest.mark.parametrize(
-    "words", [STORED["int8, in place"], STORED["muon, bf16, in place"]], ids=["adamw", "muon"]
+    "words",
+    [(*STORED["int8, in place"], "optim.grad_dtype=bf16"), STORED["muon, bf16, in place"]],
+    ids=["adamw", "muon"],
 )
 def test_a_captured_run_with_a_bad_step_is_the_eager_one(words, tmp_path, monkeypatch):
     words = (*words, "graph.scope=full_iteration", "train.steps=7")

@@ -250,6 +250,11 @@ CASES = {
         "optim.grad_shard=true", "parallel.ep=2", "model.tie_embeddings=true", "model.mtp_depth=2",
     ),
     "shards of gradients, whole matrices": ("optim.grad_shard=true", "optim.name=muon", "parallel.ep=2"),
+    "bf16 gradients": ("optim.grad_dtype=bf16", "precision.compute=bf16", "parallel.ep=4"),
+    "bf16 gradients, shards, whole matrices": (
+        "optim.grad_dtype=bf16", "precision.compute=bf16", "optim.grad_shard=true", "optim.name=muon",
+        "parallel.ep=2", "model.num_layers=6",
+    ),
 }  # fmt: skip
 
 

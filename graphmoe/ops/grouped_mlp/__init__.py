@@ -265,10 +265,14 @@ class _Accumulating(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         dx_TD, dweight_TK, made, _, db_gate_up = _row_gradients(ctx, dy_TD.contiguous())
-        totals = [gradient.total for gradient in ctx.totals]
-        add = have_begun(ctx.totals)
-        torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add)
-        report_added(ctx.totals)
+        if ctx.totals[0].key is not None:  # rounded sums
+            found = torch.ops.graphmoe.grouped_mlp_wgrad(*made, ctx.backend)
+            for gradient, value in zip(ctx.totals, found, strict=True):
+                gradient.add(value)
+        else:
+            totals, add = [gradient.total for gradient in ctx.totals], have_begun(ctx.totals)
+            torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add)
+            report_added(ctx.totals)
         return None, None, db_gate_up, None, dx_TD, None, None, dweight_TK, None, None, None
 
 

@@ -16,6 +16,7 @@ from graphmoe.config.schema import (
     DpShard,
     Fp8Recipe,
     Fp8WeightGrad,
+    GradDtype,
     MasterDtype,
     ModelConfig,
     RunConfig,
@@ -69,6 +70,8 @@ class Sizes:
     """True if a micro-batch is exchanged while another is computed."""
     has_masters: bool = True
     """True if bf16 weights have fp32 master weights, from which they can be restored."""
+    rounds_sums: bool = False
+    """True if gradients of several micro-batches add up in bf16, each after its wgrad."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -90,6 +93,7 @@ class Sizes:
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
             block, rows = blocks_of(arrivals.balanced, room, layout.size("ep_etp"), arrivals.exact_of)
             room = room._replace(rows=rows)
+        several = config.train.global_batch_size > config.train.micro_batch_size * layout.dp
         precision, num_layers = config.precision, model.num_layers + model.mtp_depth
         in_fp8 = precision.fp8 is not Fp8Recipe.none
         return cls(
@@ -113,6 +117,7 @@ class Sizes:
             choice,
             overlaps(config, layout),
             config.optim.master_dtype is MasterDtype.fp32 and not config.optim.offload,
+            config.optim.grad_dtype is GradDtype.bf16 and several,
         )
 
     @functools.cached_property

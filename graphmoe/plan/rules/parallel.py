@@ -219,7 +219,7 @@ def clip_rules(config: RunConfig) -> Iterator[str]:
 def storage_rules(config: RunConfig) -> Iterator[str]:
     """Yield an error for each key with which moments or weights cannot be stored as asked."""
     optim, precision = config.optim, config.precision
-    for key in ("moment_dtype", "master_dtype"):
+    for key in ("moment_dtype", "master_dtype", "grad_dtype"):
         given = f"optim.{key}={getattr(optim, key).value}"
         if config.parallel.dp_shard is DpShard.fsdp2 and getattr(optim, key) != "fp32":
             yield (
@@ -236,15 +236,15 @@ def storage_rules(config: RunConfig) -> Iterator[str]:
             f"optim.qk_clip={optim.qk_clip:g} scales master weights after the update, and optim.offload=true "
             f"has them in host memory then; use optim.qk_clip=0, or optim.offload=false"
         )
-    if optim.master_dtype is MasterDtype.fp32:
-        return
     on_cpu = config.run.device is DeviceChoice.cpu and config.launch.fake_world is None
-    if precision.compute is ComputeDtype.fp32 or (precision.compute is ComputeDtype.auto and on_cpu):
-        yield (
-            "optim.master_dtype=bf16 needs bf16 weights, and those of precision.compute="
-            f"{precision.compute.value} are fp32; use precision.compute=bf16, or optim.master_dtype=fp32"
-        )
-    if optim.qk_clip > 0:
+    of_fp32 = precision.compute is ComputeDtype.fp32 or (precision.compute is ComputeDtype.auto and on_cpu)
+    for key in ("master_dtype", "grad_dtype"):
+        if of_fp32 and getattr(optim, key) != "fp32":
+            yield (
+                f"optim.{key}=bf16 needs bf16 weights, and those of precision.compute="
+                f"{precision.compute.value} are fp32; use precision.compute=bf16, or optim.{key}=fp32"
+            )
+    if optim.qk_clip > 0 and optim.master_dtype is not MasterDtype.fp32:
         yield (
             f"optim.qk_clip={optim.qk_clip:g} scales weights by less than optim.master_dtype=bf16 resolves; "
             f"use optim.qk_clip=0, or optim.master_dtype=fp32"

@@ -202,7 +202,10 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
     return {
         "weights": [*(t for f in families for t in (f.weight, f.weight_shard)), *optimizer.frozen.values()],
         "main_weights": [f.main for f in families],
-        "gradients": [t for f in families for t in (*f.gradient_views().values(), f.grad_shard)],
+        "gradients": [
+            *(t for f in families for t in (*f.gradient_views().values(), f.grad_shard)),
+            *(f.staging.memory for f in families if f.staging),
+        ],
         "moments": [tensor for f in families for of in (f.moments, f.rows) for tensor in of.values()],
         "buffers": [*model.buffers()],
     }

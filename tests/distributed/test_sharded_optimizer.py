@@ -111,9 +111,9 @@ def times_of_sums(ranks: Ranks, folder: Path) -> list[list[str]]:
     (family,) = optimizer.families
     reduce, finish = family.reduce, optimizer._reduction.finish
 
-    def logged(bucket):
+    def logged(bucket, release):
         steps[-1].append(family.names[bucket.members[0]])
-        return reduce(bucket)
+        return reduce(bucket, release)
 
     family.reduce, optimizer._reduction.finish = logged, lambda: (steps[-1].append("-"), finish())
     for step in range(STEPS):

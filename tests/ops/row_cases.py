@@ -97,3 +97,13 @@ def fresh_memory_is_nan():
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def store_in_both(wgrad, totals):
+    """Store gradients in fp32 ``totals``, and compare those that it stores in bf16."""
+    rounded = tuple(torch.full_like(total, NAN, dtype=torch.bfloat16) for total in totals)
+    wgrad(rounded)
+    wgrad(totals)
+    for each, total in zip(rounded, totals, strict=True):
+        # the interpreter does not round to the nearest
+        torch.testing.assert_close(each.float(), total, rtol=2**-7, atol=0, equal_nan=True)

@@ -254,6 +254,8 @@ class CheckpointConfig:
     """Also keep checkpoints at multiples of this step; 0: none."""
     async_save: bool = True
     """Write in a background thread."""
+    replica_check: CountOrZero = 0
+    """Steps between comparisons of weights that ranks hold alike, also before each save; 0: none."""
     resume: bool = True
     """Continue an unfinished run of the same configuration in the run's folder."""
     resume_from: Annotated[str, PATH] | None = None

@@ -109,6 +109,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
+def place_of(device: torch.device) -> str:
+    """Return this process's host, and its GPU by index and UUID."""
+    if device.type != "cuda":
+        return platform.node()
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "of unknown UUID")
+    return f"{platform.node()}, GPU {torch.cuda.current_device()}, {uuid}"
+
+
 def git_commit() -> str | None:
     """Return the source commit, with '-dirty' if changed; None outside a git checkout."""
     words = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

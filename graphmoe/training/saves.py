@@ -67,7 +67,7 @@ class Saves:
         *Raises* TrainingStopped, whose message begins with ``before``, if the state is not finite.
         """
         if name := not_finite(state, self._ranks):
-            raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
+            raise TrainingStopped(f"{before}{self._lost(step, f'{name} is not finite')}. {ADVICE}")
         if self._plan.checkpoint.enabled:
             skipped = int(state["optimizer"]["counters"]["skipped_in_row"].item())
             self.store.save(step, state, wait=wait, skipped=skipped)
@@ -101,6 +101,14 @@ class Saves:
             saved = NOTHING + (f"; the run began from {self._good}" if self._good else "")
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
+    def replicas_differ(self, step: int, difference: str) -> TrainingStopped:
+        """Return the error that ends a run whose ranks no longer hold the same weights."""
+        interval = self._plan.checkpoint.replica_check
+        return TrainingStopped(
+            f"checkpoint.replica_check={interval}: {self._lost(step, difference)}. Memory or a transfer has "
+            "flipped a bit: test that GPU (`graphmoe doctor prove=FILE`) before it trains on"
+        )
+
     def _fits(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> bool:
         with suppress(CheckpointError):
             store.load(state, step)
@@ -114,14 +122,14 @@ class Saves:
             f"(train.max_nonfinite={limit}); "
         )
 
-    def _lost(self, step: int, name: str) -> str:
+    def _lost(self, step: int, what: str) -> str:
         self.store.wait()  # for a pending checkpoint, or its error
         instead = "no step before it is saved" if self._plan.checkpoint.enabled else NOTHING
         if self._good is not None:
             instead = (
                 f"the newest checkpoint with finite weights is {self._good}, from which this run goes on"
             )
-        return f"{name} is not finite after step {step}, which is not saved; {instead}"
+        return f"{what} after step {step}, which is not saved; {instead}"
 
 
 def not_finite(state: Mapping[str, Any], ranks: Ranks) -> str | None:

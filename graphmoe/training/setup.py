@@ -13,6 +13,7 @@ from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim.base import StepOptimizer
+from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name, open_device
 from graphmoe.run.stored import named_source, refuse_other_tokenizer
@@ -31,6 +32,7 @@ from graphmoe.training.log_lines import start_block
 from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.micro_batches import MicroBatches, Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
+from graphmoe.training.replicas import ReplicaCheck
 from graphmoe.training.reruns import Reruns
 from graphmoe.training.saves import Chosen, Saves, not_finite, restore_random_state, seed_everything, state_of
 from graphmoe.training.step import Steps, TrainStep
@@ -70,12 +72,15 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
     profile = None
     if isinstance(micro_batches, Pipelined) and plan.profile.pipeline:
         profile = PipelineProfile(plan, micro_batches.pipeline, device, mesh, steps.rows.clock, folder, step)
+    replicas = None
+    if plan.checkpoint.replica_check and ranks.size > 1 and isinstance(optimizer, Optimizer):
+        replicas = ReplicaCheck(optimizer, ranks, plan.layout, step)
     writers: list[MetricsWriter] = []
     ranks.on_first(lambda: writers.append(MetricsWriter(folder, plan, step)))
     return Trainer(
         plan, folder, progress, ranks, device, corpus, loader, model, optimizer, saves, step, execution,
         heartbeat, steps, validation, trace, profile, writers[0] if writers else None,
-        partial(export, plan, folder, optimizer, ranks) if plan.checkpoint.export else None,
+        partial(export, plan, folder, optimizer, ranks) if plan.checkpoint.export else None, replicas,
     )  # fmt: skip
 
 

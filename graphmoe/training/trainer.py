@@ -36,6 +36,7 @@ from graphmoe.training.executor import Execution
 from graphmoe.training.log_lines import StepLog
 from graphmoe.training.metrics import HostTimes, MetricsWriter, Throughput, to_json
 from graphmoe.training.profile import PipelineProfile, StepTrace
+from graphmoe.training.replicas import ReplicaCheck
 from graphmoe.training.saves import Saves, state_of
 from graphmoe.training.step import Steps
 from graphmoe.training.step_rows import StepRow
@@ -69,6 +70,7 @@ class Trainer:
     metrics: MetricsWriter | None  # writer of rank 0
     # writes the weights at the end, and calls its argument while it advances; collective
     export: Callable[[Callable[[], None]], None] | None = None
+    replicas: ReplicaCheck | None = None  # None without ``checkpoint.replica_check``
     stopped_by: str | None = None  # signal that ended the run early
     first_step_s: float | None = None  # seconds from the command to the end of its first step
     # this rank's peak, and device memory in use after the last step, in GiB
@@ -154,6 +156,8 @@ class Trainer:
                     recorded.enter_context(recorder.step(self.step + 1))
             self.steps(self.step + 1, batches)
         self.step += 1
+        if self.replicas:
+            self.replicas.add()
         if self.first_step_s is None:
             torch.get_device_module(self.device).synchronize()
             self.first_step_s = seconds_since_command()
@@ -174,6 +178,8 @@ class Trainer:
                 self.steps.settle()
         if waits:
             self._report_pending()
+        if not saves and _due(self.step, checkpoint.replica_check):
+            self._compare_replicas()
         if validates:
             self._validate()
         if saves:
@@ -198,6 +204,7 @@ class Trainer:
             self.steps.settle()
             if len(self.rows):
                 self._write(self.step, self.loader.place.epochs)
+            self._compare_replicas()
             self.heartbeat.slow(f"the checkpoint of step {self.step}")
             raise self.saves.after_skips(self.step, self._state(), int(read[-1].values["longest_skip"]))
 
@@ -229,7 +236,12 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return state_of(self.step, self.optimizer, self.loader, self.execution.chosen)
 
+    def _compare_replicas(self) -> None:
+        if self.replicas and (difference := self.replicas.difference(self.step)):
+            raise self.saves.replicas_differ(self.step, difference)
+
     def _save(self, *, wait: bool = False) -> None:
+        self._compare_replicas()
         self.heartbeat.slow(f"the checkpoint of step {self.step}")
         with self.host_times.of("checkpoint_s"):
             self.saves.save(self.step, self._state(), wait=wait)

@@ -339,6 +339,10 @@ moe.receive_budget=worst_case moe.transport=pull | moe.receive_budget= | moe.tra
 moe.receive_budget=worst_case SYMM moe.balance=none
 moe.receive_budget=2 SYMM moe.balance=replicas | moe.receive
 moe.expert_load=burst | MOE.EXPERT_LOAD=burst IS ON: THE ROUTER IS IGNORED
+parallel.ep=2 parallel.dp_shard=fsdp2 checkpoint.replica_check=5
+    | checkpoint.replica_check=5 NO parallel.dp_shard=fsdp2: each rank holds other weights
+checkpoint.replica_check=5 | checkpoint.replica_check=5 NO one rank
+parallel.ep=2 checkpoint.replica_check=5
 parallel.pp=2 pipeline.schedule=zb1p | pipeline.schedule=zb1p splits the backward
 parallel.pp=2 pipeline.schedule=1f1b profile.pipeline=true
 parallel.pp=4 model.num_layers=14 train.global_batch_size=64 pipeline.schedule=v_min

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
+from graphmoe.ops.waits import waiting
 from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
 
 T = TypeVar("T")
@@ -133,7 +134,8 @@ def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...
         return tensors
     # fp64 keeps counts exact
     total = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-    dist.all_reduce(total, group=group)
+    with waiting():
+        dist.all_reduce(total, group=group)
     parts = total.split([tensor.numel() for tensor in tensors])
     return tuple(p.view_as(t).to(t.dtype) for p, t in zip(parts, tensors, strict=True))
 

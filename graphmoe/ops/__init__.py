@@ -22,6 +22,7 @@ IN_USE = SimpleNamespace(
     groups=None,  # `collectives.use_groups`
     exchange=None,  # `symm.use_peers`
     products=None,  # stream of GEMMs, `symm.peers.beside_products_on`
+    waits=None,  # `waits.use_waits`
 )
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # of flash attention, Primus-Turbo and Transformer Engine
 

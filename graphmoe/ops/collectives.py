@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops import IN_USE, register_gradient
+from graphmoe.ops.waits import waiting
 from graphmoe.plan.layout import Axis
 
 # public names since torch 2.13, which warns of the private ones
@@ -82,10 +83,12 @@ def index_along(axis: Axis, like: Tensor) -> Tensor:
 def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
     group, whole = group_of(axis, size), x.new_empty(_exchanged(x, size, join=dim))  # type: ignore[arg-type]
     if math.prod(x.shape[:dim]) == 1:  # the parts are contiguous in memory
-        all_gather_into(whole.view(-1), x.flatten(), group=group)
+        with waiting():
+            all_gather_into(whole.view(-1), x.flatten(), group=group)
         return whole
     parts = x.new_empty(size, *x.shape)
-    all_gather_into(parts.view(-1), x.flatten(), group=group)
+    with waiting():
+        all_gather_into(parts.view(-1), x.flatten(), group=group)
     whole.unflatten(dim, (size, -1)).copy_(parts.movedim(0, dim))
     return whole
 
@@ -95,7 +98,8 @@ def _reduce_scatter(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
     part = x.new_empty(_exchanged(x, size, split=dim))
     if math.prod(x.shape[:dim]) > 1:
         x = x.unflatten(dim, (size, -1)).movedim(dim, 0)
-    reduce_scatter_into(part.view(-1), x.flatten(), group=group_of(axis, size))  # type: ignore[arg-type]
+    with waiting():
+        reduce_scatter_into(part.view(-1), x.flatten(), group=group_of(axis, size))  # type: ignore[arg-type]
     return part
 
 
@@ -104,7 +108,8 @@ def _all_to_all(x: Tensor, axis: str, size: int, split: int, join: int) -> Tenso
     whole = x.new_empty(_exchanged(x, size, split, join))
     parts = x.unflatten(split, (size, -1)).movedim(split, 0).contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group_of(axis, size))  # type: ignore[arg-type]
+    with waiting():
+        dist.all_to_all_single(received, parts, group=group_of(axis, size))  # type: ignore[arg-type]
     whole.unflatten(join, (size, -1)).copy_(received.movedim(0, join))
     return whole
 
@@ -112,7 +117,8 @@ def _all_to_all(x: Tensor, axis: str, size: int, split: int, join: int) -> Tenso
 @torch.library.custom_op("graphmoe::all_reduce", mutates_args=())
 def _all_reduce(x: Tensor, axis: str, op: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, _REDUCTIONS[op], group=group_of(axis))  # type: ignore[arg-type]
+    with waiting():
+        dist.all_reduce(total, _REDUCTIONS[op], group=group_of(axis))  # type: ignore[arg-type]
     return total
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from graphmoe.ops import HALF_DTYPES, accumulator, register_gradient
 from graphmoe.ops.attention import FLASH_MAX_HEAD_DIM, pad_heads
 from graphmoe.ops.collectives import group_of
+from graphmoe.ops.waits import waiting
 from graphmoe.plan.layout import Axis
 
 aten = torch.ops.aten
@@ -55,7 +56,8 @@ class _Shift:
 
     def wait(self) -> Tensor:
         """Return the received tensor. On a GPU the host does not wait."""
-        self._work.wait()
+        with waiting():
+            self._work.wait()
         return self._received
 
 

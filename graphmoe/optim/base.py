@@ -12,6 +12,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.gradients import Gradient
+from graphmoe.ops.waits import waiting
 from graphmoe.optim import rule_of
 from graphmoe.optim.rule import LrNumbers, StepScalars, learning_rate
 from graphmoe.runtime.capture import TensorSlot
@@ -152,7 +153,8 @@ class StepOptimizer(ABC):
     def _over_ranks(self, own: Tensor) -> Tensor:
         # one rank counts each gradient element
         norms = own.new_empty(self.mesh.layout.size("world"))
-        all_gather_into(norms, own.reshape(1), group=self.mesh.group("world"))
+        with waiting():
+            all_gather_into(norms, own.reshape(1), group=self.mesh.group("world"))
         return torch.linalg.vector_norm(norms).float()
 
 

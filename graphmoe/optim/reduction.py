@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphmoe.ops.gradients import Gradient
+from graphmoe.ops.waits import waiting
 from graphmoe.optim.flat_buffers import Family, SharedSlots, in_forward_order
 from graphmoe.plan.buckets import Bucket
 from graphmoe.runtime.compile.units import owner_of
@@ -87,7 +88,8 @@ class _BucketSum:
 
     def _wait(self) -> None:
         if self._work is not None:
-            wait_for(self._work.wait)
+            with waiting():
+                wait_for(self._work.wait)
             self._work = None
 
 
@@ -118,7 +120,8 @@ class WeightGather:
             numbers = (self._bucket_of.get(id(weight)) for weight in weights)
         for number in numbers:
             if number is not None and number in self._underway:
-                wait_for(self._underway.pop(number).wait)
+                with waiting():
+                    wait_for(self._underway.pop(number).wait)
 
     def execute(
         self,

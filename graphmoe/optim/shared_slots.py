@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphmoe.ops import IN_USE
 from graphmoe.ops.gradients import Gradient
+from graphmoe.ops.waits import waiting
 from graphmoe.optim.flat_buffers import Family, SharedSlots, in_forward_order
 from graphmoe.plan.buckets import Bucket
 from graphmoe.runtime.launch.stamps import wait_for
@@ -110,7 +111,8 @@ class _SlotBucket:
         if self._work is None:
             return
         (work, part), self._work = self._work, None
-        wait_for(work.wait)
+        with waiting():
+            wait_for(work.wait)
         if self._has_sum:
             self._shard.add_(part)
         else:

@@ -23,7 +23,7 @@ from graphmoe.report.charts import (
     speed_charts,
     training_charts,
 )
-from graphmoe.report.questions import NO_TRACE, questions, unbalanced
+from graphmoe.report.questions import NO_TRACE, questions, slow_ranks, unbalanced
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run.files import PIPELINE_FILE, REPORT_FILE
 from graphmoe.trace.events import read_trace, traces_of
@@ -56,7 +56,10 @@ def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float
     sections = [
         ("Training", _charts(training_charts(run), NO_STEPS)),
         ("Sample", _sample(run)),
-        ("Speed", _charts(speed_charts(run), NO_STEPS) + _rates(run)),
+        (
+            "Speed",
+            "".join(map(paragraph, slow_ranks(run))) + _charts(speed_charts(run), NO_STEPS) + _rates(run),
+        ),
         ("Memory", _charts(memory_charts(run), NO_STEPS) + memory_remarks(run)),
         ("Experts", warnings + _charts(expert_charts(run), NO_EXPERTS) + _loads_hint(run)),
         ("Segments", segments_section(trace)),

@@ -10,6 +10,7 @@ from graphmoe.report.causes import EAGER, MANY, Cause, causes, likely, more, sha
 from graphmoe.report.charts import Curve, curve
 from graphmoe.report.run_data import RunData
 from graphmoe.run.expert_loads import WINDOW, watch_rows
+from graphmoe.run.metrics_file import SLOW
 from graphmoe.trace.summary import Summary
 from graphmoe.web_page import cards
 
@@ -120,6 +121,19 @@ def unbalanced(run: RunData) -> Iterator[str]:
     ended = last - found[-1].last >= WINDOW
     till = f"for the last time up to step {found[-1].last:,}" if ended else "to the end"
     yield f"Warning: experts were dead or overfull in {number_of(steps, 'step')}, {till}. {found[-1]}."
+
+
+def slow_ranks(run: RunData) -> Iterator[str]:
+    """Yield a warning for each rank whose own work took longer than that of others for some time."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for row in run.steps:
+        for rank in row.get("slow_ranks") or ():
+            found[rank].append(row["step"])
+    for rank, steps in found.items():
+        yield (
+            f"Warning: rank {rank} was slow up to step {steps[-1]:,}: its own work took over {SLOW:g} times "
+            f"the median of ranks. The log of step {steps[0]:,} has its host and GPU."
+        )
 
 
 def _skips(run: RunData) -> Iterator[str]:

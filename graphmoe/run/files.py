@@ -47,14 +47,17 @@ MetricsRow = _record(
     **_each(Number, "step_s start_s data_s validation_s checkpoint_s"),
     **_each(Number, "mtp_loss balance_loss z_loss router_entropy"),
     **_each(Number, "rank_load receive_load planned_rank_load replicas replica_gb attended_keys max_logit"),
-    **_each(Count, "step tokens skipped_total trained_tokens"),
+    **_each(Count, "step tokens skipped_total trained_tokens slowest_rank"),
+    **_each(Number, "slowest_own_s median_own_s"),
+    slow_ranks=list[Count] | None,
     load_max_over_mean=list[float] | None,
     skipped=bool,
 )
 """Line of metrics.jsonl: a training step, which has ``loss``, or a validation.
 
 The first step of each start has ``start_s``, seconds from the command to its end. Of steps read together
-from the device, the last has ``data_s``, ``validation_s`` and ``checkpoint_s`` since the previous read.
+from the device, the last has ``data_s``, ``validation_s`` and ``checkpoint_s`` since the previous read, and
+on several ranks ``slowest_rank``, ``slowest_own_s`` and ``median_own_s``: its time without waits for others.
 """
 _Loads = Annotated[list[float], Meta(min_length=1)]
 # line of expert_load.jsonl: loads relative to the mean, by layer and expert

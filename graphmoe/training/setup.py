@@ -12,6 +12,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
+from graphmoe.ops.waits import Waits, use_waits
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
@@ -64,9 +65,11 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
         capture.watch({**tensors_of(model), **optimizer.fixed_tensors()})
     ladder = receive_ladder(plan, mesh, ranks, model, device, capture, fused=execution.fuses)
     train_step = TrainStep(plan, optimizer, micro_batches, mesh, execution.backends)
+    waits = Waits(device) if ranks.size > 1 else None
+    use_waits(waits)
     gate = train_step.gate
     reruns = Reruns(plan, ranks, model, gate, device) if gate else None
-    steps = Steps(train_step, _rows(plan, model, device), heartbeat, capture, ladder, reruns)
+    steps = Steps(train_step, _rows(plan, model, device, waits), heartbeat, capture, ladder, reruns)
     validation = Validation(plan, corpus, micro_batches, mesh, heartbeat, ladder)
     trace = _trace(plan, step, folder, ranks, steps, heartbeat, capture)
     profile = None
@@ -117,7 +120,7 @@ def _micro_batches(
     )
 
 
-def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
+def _rows(plan: Plan, model: Transformer, device: torch.device, waits: Waits | None) -> StepRows:
     train, dispatcher = plan.train, model.dispatcher
     return StepRows(
         min(train.log_interval, train.steps) + 2,  # 2: steps launched before the read
@@ -129,6 +132,7 @@ def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
         ignores=plan.ignores_labels,
         clipped=plan.optim.qk_clip > 0,
         reruns=plan.train.rerun,
+        waits=waits,
     )
 
 

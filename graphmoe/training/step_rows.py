@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphmoe.model.moe_segments import ROUTER_STATS
 from graphmoe.ops.timing import Moment, moment, seconds_between
+from graphmoe.ops.waits import Waits
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.launch.stamps import wait_for
 
@@ -37,6 +38,7 @@ class StepRow(NamedTuple):
     seconds: float
     values: dict[str, float]  # ``SCALARS`` by name; those of ``RECEIVED`` to ``OWN`` if there are any
     load_LE: Tensor  # load of each expert over the mean of its layer, fp32
+    waited_s: float = 0.0  # of ``seconds``, in logged steps and in graphs
 
     @property
     def load(self) -> list[float]:
@@ -90,6 +92,7 @@ class StepRows:
         ignores: bool = False,
         clipped: bool = False,
         reruns: bool = False,
+        waits: Waits | None = None,
     ) -> None:
         """``capacity``: most rows between reads; ``experts``: MoE layers, experts of each."""
         self._names = names_of(planned, replicated, masked, ignores, clipped, reruns)
@@ -97,6 +100,7 @@ class StepRows:
         on_gpu = device.type == "cuda"
         self._end = len(self._names) + math.prod(experts)
         self._host = torch.zeros(capacity, self._end + 2 * experts[0] * planned, pin_memory=on_gpu)
+        self.waits, self._waited = waits, torch.zeros(capacity, dtype=torch.int64, pin_memory=on_gpu)
         self._arrived = [torch.cuda.Event() for _ in range(capacity)] if on_gpu else []
         self._steps: list[int] = []
         self._next = 0
@@ -110,6 +114,8 @@ class StepRows:
         assert len(self) < len(self._host)
         self.clock.mark()  # before the row, so a complete row has its time
         self._host[self._next].copy_(row, non_blocking=True)
+        if self.waits:
+            self._waited[self._next].copy_(self.waits.total, non_blocking=True)
         if self._arrived:
             self._arrived[self._next].record()
         self._next = (self._next + 1) % len(self._host)
@@ -138,7 +144,8 @@ class StepRows:
     def read(self, last: int | None = None) -> list[StepRow]:
         """Return and drop the metrics of all steps up to ``last``, by default all. Waits for these steps."""
         count = len(self) if last is None else self._steps.index(last) + 1
-        rows = [self._row(place).clone() for place in range(count)]
+        places = range(count)
+        rows = [(self._row(place).clone(), 1e-9 * int(self._waited[self._number(place)])) for place in places]
         steps, self._steps = self._steps[:count], self._steps[count:]
         return [
             StepRow(
@@ -146,15 +153,19 @@ class StepRows:
                 seconds(interval),
                 self.scalars(row),
                 row[len(self._names) : self._end].view(self._experts),
+                waited_s,
             )
-            for step, interval, row in zip(steps, self.clock.hand_over(count), rows, strict=True)
+            for step, interval, (row, waited_s) in zip(steps, self.clock.hand_over(count), rows, strict=True)
         ]
 
     def _row(self, place: int) -> Tensor:
-        number = (self._next - len(self) + place) % len(self._host)
+        number = self._number(place)
         if self._arrived:
             wait_for(self._arrived[number].synchronize)
         return self._host[number]
+
+    def _number(self, place: int) -> int:
+        return (self._next - len(self) + place) % len(self._host)
 
 
 class StepClock:

@@ -38,6 +38,7 @@ from graphmoe.training.metrics import HostTimes, MetricsWriter, Throughput, to_j
 from graphmoe.training.profile import PipelineProfile, StepTrace
 from graphmoe.training.replicas import ReplicaCheck
 from graphmoe.training.saves import Saves, state_of
+from graphmoe.training.slow_ranks import SlowRanks
 from graphmoe.training.step import Steps
 from graphmoe.training.step_rows import StepRow
 
@@ -79,6 +80,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.rows, self.host_times, self.step_log = self.steps.rows, HostTimes(), StepLog(self.plan)
         self.throughput, self.stop_flag = Throughput.of_run(self.plan, self.device), StopFlag(self.ranks)
+        self.slow_ranks = SlowRanks(self.ranks, self.plan.layout, self.device)
         self._first = self.step + 1
         self._pending: tuple[int, float] | None = None  # last step with unwritten metrics, and its epoch
 
@@ -149,6 +151,8 @@ class Trainer:
     def _train_step(self) -> None:
         train, checkpoint = self.plan.train, self.plan.checkpoint
         self.heartbeat.step(self.step + 1)
+        if self.rows.waits:
+            self.rows.waits.begin(counts=_due(self.step + 1, train.log_interval))
         batches = itertools.islice(self.host_times.waited(self.loader), self.plan.num_micro_batches)
         with ExitStack() as recorded:
             for recorder in (self.pipeline_profile, self.trace):
@@ -215,6 +219,8 @@ class Trainer:
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
         if rows[0]["step"] == self._first:
             rows[0]["start_s"] = self.first_step_s
+        elif self.rows.waits and _due(step, self.plan.train.log_interval):
+            rows[-1] |= self.slow_ranks.add(step, read[-1].seconds - read[-1].waited_s)
         rows[-1] |= self.host_times.take()
         if self.metrics:
             self.metrics.write(rows, read)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan
+from graphmoe.ops.waits import waiting
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import Mesh
@@ -36,7 +37,8 @@ class AllToAll:
         counts_P, ends_P, row_TW, slot_R = SendPlan(*plan)
         both_2P = torch.stack([counts_P, counts_P])
         if self._group is not None:
-            dist.all_to_all_single(both_2P[1], counts_P, group=self._group)
+            with waiting():
+                dist.all_to_all_single(both_2P[1], counts_P, group=self._group)
         sent, arrived = self._on_host(both_2P)
         slot_S = slot_R[: sum(sent)]
         packed = [torch.ops.graphmoe.permute(x, slot_S, row_TW, ends_P) for x in (h_TD, weight_TK)]
@@ -84,5 +86,6 @@ def transfer(
     if group is None:
         return x.clone()
     received = x.new_empty(sum(arrived), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), list(arrived), list(sent), group=group)
+    with waiting():
+        dist.all_to_all_single(received, x.contiguous(), list(arrived), list(sent), group=group)
     return received

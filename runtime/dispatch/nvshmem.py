@@ -20,6 +20,7 @@ from torch.library import CustomOpDef
 
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import register_exchange
+from graphmoe.ops.waits import waiting
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.torch_compat import all_to_all_by_splits, nvshmem_empty
 
@@ -50,7 +51,8 @@ class PeerRows:
 
     def wait(self) -> None:
         """Make the stream wait until all ranks have read all earlier rows."""
-        dist.all_reduce(self._nothing, group=self.group)
+        with waiting():
+            dist.all_reduce(self._nothing, group=self.group)
 
     def exchange(self, columns: Sequence[Tensor], splits_P: Tensor, rows: int) -> list[Tensor]:
         """Send rows after `gather` or `wait`; return views of received columns, valid until the next call."""

@@ -18,6 +18,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.ops.collectives import index_along
 from graphmoe.ops.symm import CollectivePeers
 from graphmoe.ops.symm.peers import Peers, Region, Side, Sizes
+from graphmoe.ops.waits import waiting
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import symmetric_memory
@@ -119,7 +120,8 @@ class SymmetricMemory:
 
     def barrier(self) -> None:
         self._captured |= torch.cuda.is_current_stream_capturing()
-        self._meet()
+        with waiting():
+            self._meet()
 
 
 class SymmetricPeers:

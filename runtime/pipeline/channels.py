@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.ops.waits import waiting
 from graphmoe.plan.pipeline.transfers import Channel, Message
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
@@ -71,7 +72,8 @@ class Channels:
 
         def arrived() -> tuple[Tensor, ...]:
             for work in works:
-                wait_for(work.wait)
+                with waiting():
+                    wait_for(work.wait)
             return tuple(tensor.to(self._device) for tensor in tensors)
 
         return arrived
@@ -80,7 +82,8 @@ class Channels:
         """Wait for sent messages (NCCL: the stream, gloo: the host)."""
         for message in messages:
             for work in self._in_flight.pop(message)[0]:
-                wait_for(work.wait)
+                with waiting():
+                    wait_for(work.wait)
 
     def finish(self) -> None:
         self.release(list(self._in_flight))

@@ -21,7 +21,7 @@ from graphmoe.report import charts
 from graphmoe.report.charts import Curve, curve, curves_chart, loads_chart, projected_chart
 from graphmoe.report.comparison import column_keys, config_differences, names_of, write_comparison
 from graphmoe.report.page import compile_section, segments_section, trace_of, write_report
-from graphmoe.report.questions import NO_TRACE, learning, speed, times
+from graphmoe.report.questions import NO_TRACE, learning, slow_ranks, speed, times
 from graphmoe.report.run_data import read_run
 from graphmoe.run import files
 from graphmoe.training.memory import allocated_bytes, memory_of_places
@@ -257,6 +257,18 @@ def test_where_time_is_lost_is_said_with_what_to_try(tmp_path):
     assert most == "Most in the compiled unit from attention to the experts' combine: 50% of a step"
     calm = with_losses(tmp_path, [3.0] * 40, step_s=2.0, rank_load=1.0)
     assert "Nothing stands out" in told(times(calm, replace(found, idle=0.01, exposed_ms=0.0)))
+
+
+def test_a_slow_rank_is_marked_in_the_page(tmp_path):
+    assert [*slow_ranks(with_losses(tmp_path, [3.0] * 3))] == []
+    rows = [{"slowest_rank": 3, "slow_ranks": [3]}, {"slow_ranks": [3, 7]}, {}]
+    write_rows(tmp_path / "metrics.jsonl", [{**ROWS[1], "step": n, **row} for n, row in enumerate(rows, 5)])
+    first, second = slow_ranks(read_run(tmp_path))
+    assert first.startswith(
+        "Warning: rank 3 was slow up to step 6: its own work took over 1.2 times the median"
+    )
+    assert "The log of step 5 has" in first and second.startswith("Warning: rank 7 was slow up to step 6")
+    assert "rank 7 was slow up to step 6" in write_report(tmp_path).read_text()
 
 
 def test_tokens_and_time_of_a_long_run_are_known_at_some_steps_among_them_the_last(tmp_path):

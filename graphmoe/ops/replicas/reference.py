@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.symm.peers import CollectivePeers
+from graphmoe.ops.waits import waiting
 
 
 @dataclass
@@ -159,5 +160,6 @@ def transfer(peers: CollectivePeers, x: Tensor, sent: list[int], arrived: list[i
     if peers.group is None:
         return x
     received = x.new_empty(sum(arrived), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=peers.group)
+    with waiting():
+        dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=peers.group)
     return received

@@ -11,7 +11,7 @@ import torch
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
-from graphmoe.checkpoint.metadata_file import read_metadata, read_plain
+from graphmoe.checkpoint.metadata_file import StoredPart, read_metadata, read_plain, read_tensor
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig, ConfigError
 from graphmoe.config.untrusted import read_json, read_yaml
@@ -66,6 +66,7 @@ def kinds(folder):
     store.save(1, state, wait=True)
     step = folder / "checkpoints" / "step_00000001"
     torch.save(("a", ["b", {"c": 1}], b"raw"), folder / "plain")
+    torch.save(state["x"], folder / "tensor")
     rows = [{"step": n, "loss": 2.5, "load_max_over_mean": [1.0, 2.0], "skipped": False} for n in range(20)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "loads.jsonl").write_text(json.dumps({"step": 1, "steps": 1, "load": [[1.0, 2.0]]}) + "\n")
@@ -79,6 +80,7 @@ def kinds(folder):
         step / ".metadata": lambda path: read_metadata(path.parent),
         step / "manifest.json": lambda path: read_metadata(path.parent),
         folder / "plain": lambda path: read_plain(path.read_bytes()),
+        folder / "tensor": lambda path: first_format(path, state["x"]),
         folder / "metrics.jsonl": lambda path: read_lines(path, MetricsRow),
         folder / "loads.jsonl": lambda path: read_lines(path, ExpertLoad),
         folder / "summary.json": lambda path: read_json(path, Summary),
@@ -87,6 +89,12 @@ def kinds(folder):
         next(folder.glob("*.safetensors")): lambda path: TensorFiles(path.parent, "weights"),
         folder / "weights.safetensors.index.json": lambda path: TensorFiles(path.parent, "weights"),
     }
+
+
+def first_format(path, tensor):
+    with path.open("rb") as file:
+        part = StoredPart(path.name, 0, path.stat().st_size)
+        return read_tensor(file, part, tensor.dtype, tensor.shape)
 
 
 def tensors():
@@ -100,7 +108,7 @@ def test_ten_thousand_damaged_files_end_in_a_value_or_an_error_soon(tmp_path):
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, soft[1]))  # beyond it a MemoryError
     try:
         for path, read in readers.items():
-            known = Exception if path.name == "plain" else (ConfigError, CheckpointError)
+            known = Exception if path.name in ("plain", "tensor") else (ConfigError, CheckpointError)
             for seed in range(INPUTS // len(readers)):
                 content, began = mutated(good[path], random.Random(f"{path.name} {seed}")), time.monotonic()
                 path.write_bytes(content)

@@ -1,18 +1,19 @@
-"""Files of one checkpoint: written and read by torch.distributed.checkpoint (DCP), with SHA-256 sums.
+"""Files of one checkpoint, planned by torch.distributed.checkpoint (DCP), with SHA-256 sums.
 
-DCP writes ``__<rank>_0.distcp`` per rank and ``.metadata``. Only public API of torch 2.11 to 2.15 is used.
+A rank writes ``__<rank>_0.distcp``, its tensors and plain values one after the other, and rank 0 DCP's
+``.metadata``: names, shapes, dtypes and places.
 """
 
 import dataclasses
-import hashlib
 import io
 import math
+import pickle
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,37 +30,41 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
+    LoadPlanner,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.flat_shards import Box, FlatShard
-from graphmoe.checkpoint.folders import CheckpointError
-from graphmoe.checkpoint.metadata_file import read_metadata, read_plain
+from graphmoe.checkpoint.folders import METADATA, CheckpointError
+from graphmoe.checkpoint.metadata_file import StoredPart, read_metadata, read_part, read_plain, read_tensor
+from graphmoe.checkpoint.saver import write_file
 from graphmoe.runtime.host.files import FileSum
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.runtime.torch_compat import storage_info
 
-_BUFFER_BYTES = 2**20
+Write = Callable[[Path, Sequence[bytes | Tensor]], FileSum]
+"""Writes a file of these parts."""
 
 
 def write_entries(
-    folder: Path, entries: Entries, copies: dict[str, Tensor], ranks: Ranks
+    folder: Path, entries: Entries, copies: dict[str, Tensor], ranks: Ranks, write: Write
 ) -> dict[str, FileSum]:
-    """Write and fsync this rank's part; return checksums of its files.
+    """Write and fsync this rank's part by ``write``; return checksums of its files.
 
     Tensors whose name is in ``copies`` are read from there.
     """
-    # More threads would be faster, but DCP drops the error of all but the first and then writes
-    # metadata without their entries (2.11 to 2.13). copy_ahead > 0 would wait for the GPU.
-    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=True)
-    files = _HashingFileSystem()
-    writer.fs = files
+    writer = _Writer(folder, ranks.rank, write)
     with _dcp_errors():
         dcp.save(
             {**entries.of(Tensor), **entries.values},
@@ -69,7 +73,56 @@ def write_entries(
             process_group=ranks.group,
             no_dist=ranks.group is None,
         )
-    return files.sums
+    return writer.sums
+
+
+def write_here(path: Path, parts: Sequence[bytes | Tensor]) -> FileSum:
+    """Write and fsync a file in this process. *Raises* OSError."""
+    bytes_of = (part if isinstance(part, bytes) else memoryview(_bytes_of(part)) for part in parts)
+    return FileSum(*write_file(str(path), bytes_of))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    whole = tensor.cpu().contiguous()  # of one element with any stride
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+class _Preemptible(pickle.Pickler):
+    # calling Python for each object lets other threads have the GIL, which a whole dump in C holds
+    def reducer_override(self, obj: Any) -> Any:
+        return NotImplemented
+
+
+class _Writer(FileSystemWriter):
+    """DCP storage writer of raw tensors: each is its elements in row-major order, without a header."""
+
+    def __init__(self, folder: Path, rank: int, write: Write) -> None:
+        super().__init__(folder)
+        self.sums: dict[str, FileSum] = {}
+        self._folder, self._name, self._write = folder, f"__{rank}_0.distcp", write
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        parts, results, start = list[bytes | Tensor](), list[WriteResult](), 0
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            part = data.detach() if isinstance(data, Tensor) else data.getvalue()
+            length = part.nbytes if isinstance(part, Tensor) else len(part)
+            results.append(WriteResult(item.index, length, storage_info(self._name, start, length)))
+            parts.append(part)
+            start += length
+        self._write_file(self._name, parts)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
+        content = io.BytesIO()
+        _Preemptible(content).dump(metadata)
+        self._write_file(METADATA, [content.getvalue()])
+
+    def _write_file(self, name: str, parts: Sequence[bytes | Tensor]) -> None:
+        self.sums[name] = self._write(self._folder / name, parts)
 
 
 def value_names(saved: Metadata) -> set[str]:
@@ -97,11 +150,34 @@ def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) 
 class _Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.fs = _ReadFileSystem()
+        self._folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # DCP would unpickle any class that the file names
-        return read_metadata(Path(self.path))
+        return read_metadata(self._folder)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert isinstance(planner, FillPlanner) and planner.metadata is not None
+        for item in plan.items:
+            part: StoredPart = self.storage_data[item.storage_index]
+            path = self._folder / part.relative_path
+            with _errors_of(path), open(path, "rb") as file:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(read_part(file, part)))
+                    continue
+                saved = planner.metadata.state_dict_metadata[item.storage_index.fqn]
+                assert isinstance(saved, TensorStorageMetadata)
+                at = next(each for each in saved.chunks if each.offsets == item.storage_index.offset)
+                tensor = read_tensor(file, part, saved.properties.dtype, at.sizes)
+                for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    tensor = tensor.narrow(dim, start, size)
+                target = planner.resolve_tensor(item).detach()
+                assert target.shape == tensor.shape
+                target.copy_(tensor)
+                planner.commit_tensor(item, target)
+        read: Future[None] = Future()
+        read.set_result(None)
+        return read
 
 
 @contextmanager
@@ -115,87 +191,16 @@ def _dcp_errors() -> Iterator[None]:
         raise cause from error
 
 
-class _ReadFileSystem(FileSystem):
-    """Local file system whose errors name the file."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except (CheckpointError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # torch raises a different class for each kind of invalid content
-            raise CheckpointError(
-                f"{path} was not written by graphmoe ({type(error).__name__}); nothing in it was run"
-            ) from error
-
-
-class _HashingFileSystem(FileSystem):
-    """Local file system that records size and SHA-256 of written files."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with Path(path).open(mode, buffering=_BUFFER_BYTES) as stream:
-            hashed = _HashingStream(stream)
-            yield hashed
-            hashed.raise_error()
-        self.sums[Path(path).name] = hashed.sum
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class _HashingStream:
-    """Binary stream that hashes what DCP writes.
-
-    A disk error is kept until DCP asks for the descriptor: raised in ``write`` it would cross torch.save's
-    C++ code, which replaces it by "unexpected pos" or ends the process (2.11).
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._sha256 = hashlib.sha256()
-        self._num_bytes = 0
-        self._error: OSError | None = None
-
-    @property
-    def sum(self) -> FileSum:
-        return FileSum(self._sha256.hexdigest(), self._num_bytes)
-
-    def write(self, block: Any) -> int:
-        self._num_bytes += len(block)
-        if self._error is None:
-            self._sha256.update(block)
-            try:
-                self._stream.write(block)
-            except OSError as error:
-                # its traceback would keep DCP's BytesIO view in a cycle, which crashes CPython 3.12.1's GC
-                self._error = error.with_traceback(None)
-        return len(block)
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def tell(self) -> int:
-        return self._num_bytes
-
-    def flush(self) -> None:
-        """Do nothing: DCP flushes after each tensor, and each system call releases the GIL."""
-
-    def fileno(self) -> int:
-        """Flush and return the descriptor for fsync."""
-        self.raise_error()
-        self._stream.flush()
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        self._stream.close()
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # torch raises a different class for each kind of invalid content
+        raise CheckpointError(
+            f"{path} was not written by graphmoe ({type(error).__name__}); nothing in it was run"
+        ) from error
 
 
 # torch's protocol for custom types is private and reaches only subclasses of Tensor when data are looked up

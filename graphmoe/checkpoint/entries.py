@@ -5,10 +5,14 @@ dict; a list without tensors is one value.
 """
 
 import copy
+import functools
+import itertools
+import mmap
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard, whole_shape
 from graphmoe.checkpoint.folders import CheckpointError
+from graphmoe.checkpoint.saver import Place
 from graphmoe.runtime.ranks import Ranks
 
 Kind = TypeVar("Kind", Tensor, FlatShard)
 _PLAIN = (type(None), bool, int, float, str, bytes)
+_ALIGNED = 64  # bytes between starts of copies, for any dtype and vector instructions
 
 
 @dataclass
@@ -164,31 +170,60 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 class HostCopies:
-    """Host memory for copies of the state, reused for each save."""
+    """Shared host memory for copies of the state, reused for each save; pinned for sources on a GPU."""
 
     def __init__(self) -> None:
-        # torch's DefaultStager drops its memory after each call and then fails (2.11)
-        self._buffers: dict[str, Tensor] = {}
+        self.file: IO[bytes] | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] = bool
 
     def copy(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
         """Return host copies of this rank's tensors, valid until the next call. One sync per device."""
         sources = {name: local_part(tensor) for name, tensor in tensors.items()}
-        self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
-        for name, source in sources.items():
-            self._buffers[name].copy_(source, non_blocking=source.is_cuda)
-        for device in {source.device for source in sources.values() if source.is_cuda}:
+        starts = [
+            0,
+            *itertools.accumulate(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in sources.values()),
+        ]
+        devices = {source.device for source in sources.values() if source.is_cuda}
+        if self.file is None or starts[-1] > len(self._memory):
+            self._allocate(max(starts[-1], mmap.PAGESIZE), pinned=bool(devices))
+        copies = {}
+        for start, (name, source) in zip(starts, sources.items(), strict=False):
+            part = self._memory[start : start + source.nbytes]
+            copies[name] = part.view(source.dtype).view(source.shape)
+            copies[name].copy_(source, non_blocking=source.is_cuda)
+        for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return dict(self._buffers)
+        return copies
+
+    def place(self, tensor: Tensor) -> Place:
+        """Return the place of a view of a copy, whose elements follow in row-major order."""
+        length, loops = tensor.element_size(), list[tuple[int, int]]()
+        if not tensor.numel():
+            return Place(0, 0)
+        for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+            stride *= tensor.element_size()
+            if size == 1 or (not loops and stride == length):
+                length *= size
+            else:
+                loops.insert(0, (size, stride))
+        return Place(tensor.data_ptr() - self._memory.data_ptr(), length, loops)
 
     def close(self) -> None:
-        self._buffers = {}
+        self._unpin()
+        self.file, self._memory, self._unpin = None, self._memory.new_empty(0), bool
 
-    def _buffer(self, name: str, source: Tensor) -> Tensor:
-        old, pinned = self._buffers.get(name), source.is_cuda and source.numel() > 0
-        if old is not None and (old.shape, old.dtype) == (source.shape, source.dtype):
-            return old
-        # torch's allocator rounds pinned memory up to a power of two per tensor
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
+    def _allocate(self, num_bytes: int, *, pinned: bool) -> None:
+        self._unpin()
+        if self.file is None:  # not limited by /dev/shm, which has 64 MB in many containers
+            self.file = os.fdopen(os.memfd_create("graphmoe-checkpoint"), "wb")
+        os.ftruncate(self.file.fileno(), num_bytes)
+        self._memory = torch.frombuffer(mmap.mmap(self.file.fileno(), num_bytes), dtype=torch.uint8)
+        self._unpin = bool
+        if pinned:
+            runtime, address = torch.cuda.cudart(), self._memory.data_ptr()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
+            self._unpin = functools.partial(runtime.cudaHostUnregister, address)
 
 
 def local_part(tensor: Tensor | FlatShard) -> Tensor:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,9 +26,9 @@ CHECKPOINTS = "checkpoints"
 # List of files with sizes and SHA-256; DCP's list of entries
 MANIFEST, METADATA = "manifest.json", ".metadata"
 # Marks the folder of a run; written by graphmoe.run
-_RUN_CONFIG = "resolved.yaml"
+RUN_CONFIG = "resolved.yaml"
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
-_FORMAT = 1
+_FORMAT, _FORMATS = 2, (1, 2)  # 1: tensors as torch.save writes them, 2: their elements
 _TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
 
 
@@ -69,7 +69,7 @@ def run_of(path: Path) -> Path:
 def why_none(path: Path) -> str:
     """Return the error text for a path without a checkpoint."""
     run = run_of(path)
-    if (run / _RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
+    if (run / RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
         return (
             f"{path} holds no checkpoint: none was saved yet; a run saves first after checkpoint.interval "
             "steps, and at its end (never with checkpoint.enabled=false)"
@@ -119,26 +119,46 @@ def publish(temporary: Path, step: int) -> None:
         raise
     sync_folder(final.parent)
     if replaced.exists():
-        _removed(replaced)
+        removed(replaced)
 
 
 def prune(
-    folder: Path, newest: int, keep_last: int, keep_every: int, damaged: set[int], skipped: int = 0
+    folder: Path,
+    newest: int,
+    keep_last: int,
+    keep_every: int,
+    damaged: Set[int] = frozenset(),
+    skipped: int = 0,
+    held: int | None = None,
 ) -> list[int]:
     """Delete checkpoints that need not be kept once ``newest`` is complete; return their steps.
 
     Steps after ``newest`` belong to an abandoned continuation and are ignored. Damaged checkpoints do not
-    count as kept. If the last ``skipped`` updates were skipped, checkpoints from before them are kept.
+    count as kept. If the last ``skipped`` updates were skipped, checkpoints from before them are kept, and so
+    is step ``held``.
     """
-    steps = [step for step in saved_steps(folder) if step <= newest]
+    for left in folder.glob(f"step_*.tmp-{os.getpid()}"):  # what an earlier call could not remove
+        removed(left)
+    steps = not_kept(saved_steps(folder), newest, keep_last, keep_every, damaged, skipped)
+    return [step for step in steps if step != held and removed(folder_of(folder, step))]
+
+
+def not_kept(
+    steps: list[int],
+    newest: int,
+    keep_last: int,
+    keep_every: int,
+    damaged: Set[int] = frozenset(),
+    skipped: int = 0,
+) -> list[int]:
+    """Return the steps, of those newest first, that `prune` deletes."""
+    steps = [step for step in steps if step <= newest]
     good = [step for step in steps if step not in damaged]
     kept = set(good[:keep_last]) | {step for step in good if keep_every and step % keep_every == 0}
     if skipped:
         # a run that never recovers is restarted from one of these
         kept |= {step for step in steps if step <= newest - skipped}
-    for left in folder.glob(f"step_*.tmp-{os.getpid()}"):  # what an earlier call could not remove
-        _removed(left)
-    return [step for step in steps if step not in kept and _removed(folder_of(folder, step))]
+    return [step for step in steps if step not in kept]
 
 
 def clean_leftovers(folder: Path) -> None:
@@ -150,14 +170,14 @@ def clean_leftovers(folder: Path) -> None:
             pid = int(match[1])  # may be this process's: in containers each run may have the same
             if pid == os.getpid() or pid >= 2**31 or not psutil.pid_exists(pid):
                 log.info("removing %s, left by a process that died", path)
-                _removed(path)
+                removed(path)
         elif final != path and final.exists():
-            _removed(path)
+            removed(path)
         elif final != path:  # the process died between the renames of `publish`
             path.rename(final)
 
 
-def _removed(path: Path) -> bool:
+def removed(path: Path) -> bool:
     """Remove a folder, of a link only the link; warn and return False if it cannot be removed now."""
     doomed = path
     try:
@@ -198,17 +218,22 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = Tr
     ``share`` of ``shares`` is one rank's part of the files; ``contents=False`` compares sizes only.
     """
     try:
-        manifest = read_json(folder / MANIFEST, _Manifest)
-    except FileError as error:
-        return [f"{MANIFEST}: cannot be read ({error})"]
-    if manifest.format != _FORMAT:
-        return [f"{MANIFEST}: format {manifest.format}, this version reads {_FORMAT}"]
-    if METADATA not in manifest.files or not all(map(is_file_name, manifest.files)):
-        return [f"{MANIFEST}: it must name {METADATA}, and files of its own folder only"]
-    names = sorted(manifest.files)[share::shares]
-    found = (difference(folder / name, manifest.files[name], contents=contents) for name in names)
+        files = files_in(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    names = sorted(files)[share::shares]
+    found = (difference(folder / name, files[name], contents=contents) for name in names)
     return [line for line in found if line]
 
 
-def files_in(folder: Path) -> set[str]:
-    return {*read_json(folder / MANIFEST, _Manifest).files}
+def files_in(folder: Path) -> dict[str, FileSum]:
+    """Return the files of a checkpoint, by its manifest. *Raises* CheckpointError."""
+    try:
+        manifest = read_json(folder / MANIFEST, _Manifest)
+    except FileError as error:
+        raise CheckpointError(f"{MANIFEST}: cannot be read ({error})") from error
+    if manifest.format not in _FORMATS:
+        raise CheckpointError(f"{MANIFEST}: format {manifest.format}, this version reads up to {_FORMAT}")
+    if METADATA not in manifest.files or not all(map(is_file_name, manifest.files)):
+        raise CheckpointError(f"{MANIFEST}: it must name {METADATA}, and files of its own folder only")
+    return manifest.files

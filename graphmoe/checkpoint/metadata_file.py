@@ -1,4 +1,4 @@
-"""Safe readers of a checkpoint's pickles: plain values, and ``.metadata`` of torch's DCP.
+"""Safe readers of a checkpoint's files: ``.metadata`` of torch's DCP, plain values and tensors.
 
 The unpickler accepts only class names that our checkpoints have; they become records without methods.
 The records are validated and converted to DCP's classes field by field.
@@ -6,15 +6,17 @@ The records are validated and converted to DCP's classes field by field.
 
 import io
 import math
+import os
 import pickle
 import zipfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import torch
 from msgspec import Meta, Struct
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -48,6 +50,13 @@ _VALUES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES},
 }
+# in format 1, what torch.save wrote for a tensor
+_REBUILT = {
+    *(("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3)),
+    *(("torch", name) for name in vars(torch) if name.endswith("Storage")),
+    *(("torch.storage", "UntypedStorage"), ("collections", "OrderedDict")),
+}
+_HEADER_BYTES, _PICKLE_BYTES = 2**16, 2**12  # about 1 KiB and 200 bytes are written
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = tuple[Count, ...]
 
@@ -104,7 +113,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # a damaged pickle may raise any class
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is not what a checkpoint of graphmoe has: {why}") from error
-    for name in {part.relative_path for part in saved.storage_data.values()} - files_in(folder):
+    for name in {part.relative_path for part in saved.storage_data.values()} - files_in(folder).keys():
         raise CheckpointError(f"{folder / name} is not listed in {MANIFEST}")
     return saved
 
@@ -112,7 +121,8 @@ def read_metadata(folder: Path) -> Metadata:
 class _Record:
     """Stand-in for an object of the pickle; ``type`` is its class name."""
 
-    def __init__(self, *args: Any) -> None: ...
+    def __init__(self, *args: Any) -> None:
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
@@ -140,6 +150,9 @@ class _Unpickler(_InPython):
         # new classes for each read, since a pickle may set class attributes
         self._records = {each: type(each[1], (_Record,), {"type": each[1]}) for each in known}
         self._values = _VALUES if known else _BYTES
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._records.get((module, name)) or self._values.get((module, name))
@@ -172,13 +185,68 @@ def _require_plain_keys(keys: Sequence[Any]) -> None:
             raise pickle.UnpicklingError(f"a key is a {type(key).__name__}, which no checkpoint contains")
 
 
-def read_plain(content: bytes) -> Any:
+def read_part(file: IO[bytes], part: StoredPart) -> bytearray:
+    """Return a part of a file. *Raises* EOFError if the file is shorter."""
+    if part.offset + part.length > os.fstat(file.fileno()).st_size:
+        raise EOFError("the file ends before its part")
+    content = bytearray(part.length)
+    file.seek(part.offset)
+    file.readinto(content)  # type: ignore[attr-defined]
+    return content
+
+
+def read_tensor(file: IO[bytes], part: StoredPart, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return a new tensor: raw elements, or what ``torch.save`` wrote in format 1.
+
+    Time and memory are bounded by the size of the tensor. *Raises* any Exception for other content.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes <= part.length <= num_bytes + _HEADER_BYTES:
+        raise EOFError(f"{part.length} bytes hold no tensor of {num_bytes}")
+    content = read_part(file, part)
+    if part.length == num_bytes:
+        return _elements(content, dtype).view(shape)
+    archive = _archive(content)
+    pickled = _record(archive, "/data.pkl", _PICKLE_BYTES)
+    _, first, size, strides, *_ = _Unpickler(io.BytesIO(pickled), _REBUILT).load().args
+    if size != shape:
+        raise pickle.UnpicklingError("the tensor has another shape")
+    elements = _elements(bytearray(_record(archive, "/data/0", num_bytes)), dtype)
+    return elements.as_strided(size, strides, first)  # checks that they are inside
+
+
+def _elements(content: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+class _Limited(io.BytesIO):
+    most: float = _HEADER_BYTES + 2**10
+
+    def read(self, size: int | None = -1) -> bytes:
+        found = super().read(size)
+        if len(found) > self.most:
+            raise zipfile.BadZipFile("its list of records is larger than that of one value")
+        return found
+
+
+def _archive(content: bytes | bytearray) -> zipfile.ZipFile:
+    # a list of records is parsed in Python, so its length is limited
+    file = _Limited(content)
+    archive = zipfile.ZipFile(file)
+    file.most = math.inf
+    return archive
+
+
+def _record(archive: zipfile.ZipFile, end: str, most_bytes: int) -> bytes:
+    found = next(each for each in archive.infolist() if each.filename.endswith(end))
+    if found.compress_type != zipfile.ZIP_STORED or found.file_size > most_bytes:
+        raise zipfile.BadZipFile("a record is compressed or too large, which no checkpoint's is")
+    return archive.read(found)
+
+
+def read_plain(content: bytes | bytearray) -> Any:
     """Return the plain value that ``torch.save`` wrote. *Raises* any Exception for other content."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        if archive.getinfo(name).file_size > len(content):
-            raise pickle.UnpicklingError("the file is compressed, which no checkpoint is")
-        found = _Unpickler(io.BytesIO(archive.read(name))).load()
+    found = _Unpickler(io.BytesIO(_record(_archive(content), "/data.pkl", len(content)))).load()
     left, items = max(len(content), 2**20), [found]
     while items:
         item = items.pop()

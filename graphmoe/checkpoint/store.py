@@ -6,18 +6,21 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from graphmoe.checkpoint import folders
-from graphmoe.checkpoint.contents import read_entries, value_names, write_entries
+from graphmoe.checkpoint.contents import Write, read_entries, value_names, write_entries, write_here
 from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatten, merge, own_share
 from graphmoe.checkpoint.folders import CheckpointError, MismatchError, damage, write_manifest
 from graphmoe.checkpoint.metadata_file import read_metadata
+from graphmoe.checkpoint.mirror import Mirror, Updates
+from graphmoe.checkpoint.saver import Saver
 from graphmoe.config.progress import working
 from graphmoe.config.ranges import number_of, shown_size
 from graphmoe.config.schema import CheckpointConfig
@@ -41,6 +44,10 @@ class CheckpointStore:
         self._config, self._only = config, only
         self._ranks = Ranks()  # its own group: the background writer communicates during training
         self._copies = HostCopies()
+        self._saver: Saver | None = None
+        self._mirror = self._updates = None
+        if config is not None and config.mirror:
+            self._mirror, self._updates = Mirror(config.mirror, folder), Updates(config, folder)
         self._damaged: set[int] = set()
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -64,12 +71,20 @@ class CheckpointStore:
             return [self._only]
         return self._ranks.on_first(lambda: folders.saved_steps(self.folder))
 
+    def to_resume(self) -> list[int]:
+        """Return the steps of the checkpoints here and in the mirror, newest first.
+
+        *Raises* CheckpointError if there are none here and the mirror cannot be read.
+        """
+        own = self.latest()
+        return sorted({*own, *self._ranks.on_first(lambda: self._mirrored(own))}, reverse=True)
+
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
         """Save nested dicts and lists of tensors, FlatShards and plain values.
 
-        With ``async_save`` it returns once tensors are copied to the host (one device sync), else or with
-        ``wait`` once the checkpoint is on disk. Waits for the previous save. If the last ``skipped`` updates
-        were skipped, checkpoints from before them are kept.
+        With ``async_save`` it returns once tensors are copied to the host (one device sync), and a process
+        writes them; else or with ``wait`` once the checkpoint is on disk. Waits for the previous save. If the
+        last ``skipped`` updates were skipped, checkpoints from before them are kept.
 
         *Raises* CheckpointError if this save or the previous background save failed; earlier checkpoints
         stay.
@@ -78,10 +93,10 @@ class CheckpointStore:
         self.wait()
         entries = own_share(flatten(state), self._ranks)
         if not self._config.async_save or wait:
-            self._write(step, entries, {}, skipped)
+            self._write(step, entries, {}, skipped, write_here)
             return
         copies = self._copies.copy(entries.tensors)
-        what = (step, entries, copies, skipped)
+        what = (step, entries, copies, skipped, self._write_beside)
         # a daemon does not keep the process alive, so `close` waits for it
         self._writer = threading.Thread(target=self._write_in_background, args=what, daemon=True)
         self._writer.start()
@@ -96,29 +111,36 @@ class CheckpointStore:
             raise error
 
     def close(self) -> None:
-        """Wait for the last save, raise its error, and free host memory."""
+        """Wait for the last save, raise its error, end the processes and free host memory."""
         try:
             self.wait()
         finally:
+            if self._updates:
+                self._updates.end()
             self._copies.close()
+            if self._saver is not None:
+                self._saver.close()
+                self._saver = None
 
     def load(self, state: dict[str, Any], step: int | None = None, *, partial: bool = False) -> int | None:
         """Fill ``state`` in place; return the step loaded, None without a checkpoint.
 
-        A damaged checkpoint is logged and the previous one is used, unless ``step`` is given. ``partial``
+        A damaged checkpoint is logged, and replaced by the mirror's or else, unless ``step`` is given, the
+        previous one is used. ``partial``
         reads only what ``state`` names and casts to its dtypes.
 
         *Raises* CheckpointError if all are damaged, if ``step`` is missing, or with a list of mismatched
         entries; ``state`` is unchanged then.
         """
-        self.wait()
-        steps = self.latest()
+        steps = self.to_resume()
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {steps or 'none'}")
         if step is not None:
             steps = [step]
         for candidate in steps:
             lines = self._damage(candidate)
+            if lines and self._mirror is not None and self._ranks.on_first(bind(self._fetch, candidate)):
+                lines = self._damage(candidate)
             if not lines:
                 self._read(candidate, state, partial)
                 return candidate
@@ -138,6 +160,34 @@ class CheckpointStore:
         own = damage(self._path(step), share=self._ranks.rank, shares=self._ranks.size)
         return [line for lines in self._ranks.gather(own) for line in lines]
 
+    def _mirrored(self, own: list[int]) -> list[int]:
+        if self._mirror is None or self._config is None or not self._config.resume:
+            return []
+        try:
+            return self._mirror.steps()
+        except Exception as error:  # each file system has its own
+            said = f"checkpoint.mirror={self._config.mirror} cannot be read ({error})"
+            if not own:
+                raise CheckpointError(
+                    f"{said}, and {self.folder} has no checkpoint, so nothing tells whether there is one to "
+                    "continue; restore the mirror, or start with checkpoint.resume=false"
+                ) from error
+            log.warning("%s; checkpoints of %s are used", said, self.folder)
+            return []
+
+    def _fetch(self, step: int) -> bool:
+        path = self._path(step)
+        if self._mirror is None or step not in self._mirrored([step]):
+            return False
+        try:
+            with working(f"fetching {path} from its mirror"):
+                self._mirror.fetch(step, self.folder)
+        except Exception as error:
+            log.warning("%s cannot be fetched from its mirror: %s", path, error)
+            return False
+        log.warning("%s was missing or damaged, and is fetched from its mirror", path)
+        return True
+
     def _read(self, step: int, state: dict[str, Any], partial: bool) -> None:
         started = time.perf_counter()
         path = self._path(step)
@@ -151,13 +201,22 @@ class CheckpointStore:
             merge(state, read_entries(path, wanted, names, self._ranks))
         log.info("read %s: %s in %.2f s", path, shown_size(wanted.num_bytes), time.perf_counter() - started)
 
-    def _write(self, step: int, entries: Entries, copies: dict[str, torch.Tensor], skipped: int) -> None:
+    def _write_beside(self, path: Path, parts: Sequence[bytes | Tensor]) -> FileSum:
+        if self._saver is None or not self._saver.is_alive:
+            assert self._copies.file is not None
+            self._saver = Saver(self._copies.file.fileno())
+        places = [part if isinstance(part, bytes) else self._copies.place(part) for part in parts]
+        return FileSum(*self._saver.write(path, places))
+
+    def _write(
+        self, step: int, entries: Entries, copies: dict[str, Tensor], skipped: int, write: Write
+    ) -> None:
         assert self._config is not None
         started = time.perf_counter()
         temporary: Path | None = None
         try:
             temporary = self._ranks.on_first(lambda: folders.make_temporary(self.folder, step))
-            sums = self._ranks.gather(write_entries(temporary, entries, copies, self._ranks))
+            sums = self._ranks.gather(write_entries(temporary, entries, copies, self._ranks, write))
             merged = {name: value for part in sums for name, value in part.items()}
             self._ranks.on_first(bind(self._publish, temporary, step, merged))
         except BaseException as error:
@@ -179,7 +238,11 @@ class CheckpointStore:
     def _prune(self, step: int, skipped: int) -> list[int]:
         assert self._config is not None
         keep_last, keep_every = self._config.keep_last, self._config.keep_every
-        return folders.prune(self.folder, step, keep_last, keep_every, self._damaged, skipped)
+        held = self._updates.copied if self._updates else None
+        gone = folders.prune(self.folder, step, keep_last, keep_every, self._damaged, skipped, held)
+        if self._updates:
+            self._updates.begin(step, self._damaged, skipped)
+        return gone
 
     def _explain(self, step: int, entries: Entries, error: Exception) -> str:
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())

@@ -253,7 +253,9 @@ class CheckpointConfig:
     keep_every: CountOrZero = 0
     """Also keep checkpoints at multiples of this step; 0: none."""
     async_save: bool = True
-    """Write in a background thread."""
+    """Write in a process beside the training."""
+    mirror: str | None = None
+    """Folder or fsspec URL for second copies; a start takes them if the run's are lost."""
     replica_check: CountOrZero = 0
     """Steps between comparisons of weights that ranks hold alike, also before each save; 0: none."""
     resume: bool = True

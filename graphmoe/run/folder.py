@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import reprlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import yaml
 
 from graphmoe.checkpoint import CHECKPOINTS, saved_steps
+from graphmoe.checkpoint.mirror import Mirror
 from graphmoe.config.masking import aligned, prints
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
@@ -42,7 +44,7 @@ _MOST_LISTED, _MOST_KEYS = 3, 2  # unfinished runs named at start, and differing
 _FREE_SECTIONS = ("format", "sweep")
 # keys that may differ if a run is resumed
 _FREE_KEYS = (
-    *("compile.cache", "compile.cache_dir", "compile.cache_shared", "data.cache_dir"),
+    *("checkpoint.mirror", "compile.cache", "compile.cache_dir", "compile.cache_shared", "data.cache_dir"),
     *("host.env", "host.gc_interval", "host.kernarg_pool_mb", "host.manual_gc", "host.max_hw_queues"),
     *("host.numa", "host.nvlink_multicast"),
     *("launch.endpoint", "launch.gpus_per_job", "launch.hang_timeout_s", "launch.max_restarts"),
@@ -136,7 +138,11 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def announce(folder: RunFolder, config: dict[str, Any]) -> None:
-    """Log the chosen folder, and unfinished runs of other configurations."""
+    """Log the chosen folder, and unfinished runs of other configurations.
+
+    *Raises* ConfigError if its mirror is of another run.
+    """
+    _refuse_other_mirror(folder.path, config)
     has_run = folder.resumed and (folder.path / ENVIRONMENT_FILE).exists()
     saved = saved_steps(folder.path / CHECKPOINTS)
     how = " (continued)" if saved else " (again: it saved nothing)" if has_run else ""
@@ -244,6 +250,28 @@ def _refuse_links(folder: Path) -> None:
         raise ConfigError(
             f"{link} is a link, and a run writes through none, as its folder may be a stranger's; "
             f"replace it, or make the whole folder {folder} a link"
+        )
+
+
+def _refuse_other_mirror(folder: Path, config: dict[str, Any]) -> None:
+    checkpoint, saved = config["checkpoint"], folder / CHECKPOINTS
+    if not checkpoint["mirror"]:
+        return
+    mirror, has_steps = Mirror(checkpoint["mirror"], saved), False
+    differing = [f"it has no {CONFIG_FILE}"]
+    with contextlib.suppress(Exception), tempfile.NamedTemporaryFile() as file:  # loading tells of others
+        has_steps = bool(mirror.steps())
+        file.write(mirror.fetch_file(CONFIG_FILE))
+        file.flush()
+        ours = _as_read(config)
+        found = _differences(_read_config(Path(file.name), ours), ours)
+        differing = [key for key, *_ in found if key != "checkpoint.resume"]
+    if has_steps and (differing or not (checkpoint["resume"] or saved_steps(saved))):
+        how = "another configuration" if differing else "an earlier run"
+        how += f" ({', '.join(differing[:_MOST_KEYS])})" * bool(differing)
+        raise ConfigError(
+            f"checkpoint.mirror={checkpoint['mirror']} holds checkpoints of {how} in {mirror.folder}; remove "
+            "that folder, or use another mirror or run.name"
         )
 
 

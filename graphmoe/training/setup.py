@@ -169,8 +169,9 @@ def restore(
     """
     store, chosen = saves.store, Chosen()
     state = state_of(0, optimizer, loader, chosen)
-    source = None if store.latest() else plan.checkpoint.resume_from
-    if not store.latest():
+    there = store.to_resume()
+    source = None if there else plan.checkpoint.resume_from
+    if not there:
         refuse_other_tokenizer(plan.checkpoint, plan.data, tokenizer)
     del state["experts"], state["fp8"], state["loader"]["contents"], state["optimizer"]["scales"]
     with named_source("resume_from", source):

@@ -25,6 +25,13 @@ demangle: Callable[[str], str] = torch._C._demangle  # C++ symbols
 make_fx = functools.partial(proxy_tensor.make_fx, decomposition_table={})
 
 
+def storage_info(name: str, offset: int, length: int) -> Any:
+    """Return DCP's record of an entry's place in a file."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, offset, length)
+
+
 def import_compilers() -> None:
     """Import the compilers before the first segment's compile is timed."""
     import torch._inductor.compile_fx  # noqa: F401

@@ -5,10 +5,12 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,17 +53,34 @@ def save_for_ever(folder: Path, async_save: bool) -> None:
         store.save(step, state_at(step))
 
 
-@pytest.mark.parametrize("async_save", [True, False])
-def test_killed_at_random_moments_the_newest_whole_checkpoint_is_right(tmp_path, async_save):
-    delays, last = random.Random(5), 0
-    for _ in range(6):
+def wait_until_ended(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 10
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize("victim", ["trainer", "saver", "trainer that waits"])
+def test_killed_at_random_moments_the_newest_whole_checkpoint_is_right(tmp_path, victim):
+    delays, last, async_save = random.Random(5), 0, victim != "trainer that waits"
+    for _ in range(4):
         child = run_child(save_for_ever, tmp_path, async_save)
         deadline = time.monotonic() + 30
         while (folders.saved_steps(tmp_path) or [0])[0] <= last and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(delays.uniform(0, 0.15))
-        os.kill(child.pid, signal.SIGKILL)
+        savers = psutil.Process(child.pid).children()
+        assert len(savers) == async_save
+        if victim == "saver":
+            savers[0].kill()
+            child.join(0.3)  # between two saves another saver is started
+            savers = psutil.Process(child.pid).children() if child.is_alive() else []
+        child.kill()
         child.join()
+        assert child.exitcode in (-signal.SIGKILL, 1 if victim == "saver" else -signal.SIGKILL)
+        wait_until_ended(savers)
         step = newest(tmp_path)
         assert step > last
         last = step
@@ -125,8 +144,9 @@ def save_and_load_as_rank(ranks: Ranks, folder: Path) -> None:
 
     store = CheckpointStore(folder, CheckpointConfig())
     saved = {**state(1.0), "step": 1}
+    store._copies.copy = Mock(wraps=store._copies.copy)
     store.save(1, saved)
-    copied = {*store._copies._buffers}  # to the host: what this rank saves, and no more
+    copied = {*store._copies.copy.call_args.args[0]}  # to the host: what this rank saves, and no more
     assert {"w", f"rng.rank{rank}"} == copied - {"same"}
     saved["w"].to_local().fill_(-1)
     store.save(2, {**state(2.0), "step": 2})

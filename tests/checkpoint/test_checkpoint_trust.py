@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import struct
 import time
 import zipfile
 from hashlib import sha256
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties
 
 from graphmoe.checkpoint import CheckpointError
+from graphmoe.checkpoint.metadata_file import StoredPart, read_tensor
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 
@@ -154,7 +156,9 @@ LARGE = {
     "as a key of a whole dictionary": b"(" + PAIRS + b"K\x01d",
     "a bytearray of 16 GiB": b"\x96" + (2**34).to_bytes(8, "little"),
     "a list that has itself a million times": b"]\x94(" + 2**20 * b"h\x00" + b"e",
+    "as the shape of a tensor": b"ctorch._utils\n_rebuild_tensor_v2\n(NK\x00" + PAIRS + b"2tR",
 }
+RECORDS = struct.pack("<4s42xc", b"PK\x01\x02", b"x") * 2**17
 
 
 @pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
@@ -162,13 +166,47 @@ def test_small_pickles_of_large_values_are_refused_at_once(tmp_path, body):
     folder, content, began = saved_in(tmp_path), io.BytesIO(), time.monotonic()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/data.pkl", PROTO + body + STOP)
-    as_entry(folder, "value", content.getvalue())
-    with pytest.raises(CheckpointError, match="not written by graphmoe"):
-        load(folder)
+        archive.writestr("archive/data/0", bytes(24))
+    for entry in ("value", "x"):
+        entry_began, metadata = time.monotonic(), (folder / ".metadata").read_bytes()
+        as_entry(folder, entry, content.getvalue())
+        with pytest.raises(CheckpointError, match="not written by graphmoe"):
+            load(folder)
+        assert entry == "value" or time.monotonic() - entry_began < 2
+        replace_file(folder / ".metadata", metadata)
     replace_file(folder / ".metadata", PROTO + body + STOP)
     with pytest.raises(CheckpointError, match="is not what a checkpoint of graphmoe has"):
         load(folder)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("entry", ["value", "large"])
+def test_a_long_list_of_records_is_refused_at_once(tmp_path, entry):
+    """The list takes the place of the elements, so the length of the entry is right."""
+    end = struct.pack("<4s4xHHIIH", b"PK\x05\x06", 0xFFFF, 0xFFFF, len(RECORDS), 0, 0)
+    state = {"value": VALUE, "large": torch.zeros(len(RECORDS), dtype=torch.uint8)}
+    CheckpointStore(tmp_path, CheckpointConfig()).save(1, state, wait=True)
+    as_entry(tmp_path / "step_00000001", entry, RECORDS + end)
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"not written by graphmoe \(BadZipFile\)"):
+        CheckpointStore.open_any(tmp_path).load({**state})
+    assert time.monotonic() - began < 2
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_the_first_format_are_read_with_any_strides(tmp_path, dtype):
+    whole = torch.randint(0, 2, (3, 4, 5)).to(dtype)
+    for tensor in (whole, whole.permute(2, 0, 1), whole[0, 0, 0].clone(), whole[:0].clone()):
+        path = tmp_path / "tensor"
+        path.write_bytes(b"before" + saved_by_torch(tensor) + b"after")
+        part = StoredPart("tensor", 6, path.stat().st_size - 11)
+        with path.open("rb") as file:
+            found = read_tensor(file, part, dtype, tensor.shape)
+        assert found.dtype == dtype and found.shape == tensor.shape
+        assert torch.equal(found.float(), tensor.float())
 
 
 @pytest.mark.parametrize("place", ["/etc/hostname", "../secret", "a/b", "..", "", "other"])

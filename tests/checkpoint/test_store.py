@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from graphmoe.checkpoint import CheckpointError, contents
+from graphmoe.checkpoint import CheckpointError, contents, folders
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.run.files import CONFIG_FILE
@@ -251,18 +251,18 @@ def test_of_an_old_checkpoint_that_is_a_link_the_link_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-@pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata.tmp", "manifest.json.tmp"])
+@pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata", f"manifest.json.tmp-{os.getpid()}"])
 def test_a_full_disk_is_reported_and_loses_no_earlier_checkpoint(tmp_path, monkeypatch, async_save, victim):
     store = make_store(tmp_path, async_save=async_save)
     save_steps(store, 1)
-    path_open = Path.open
 
-    def full_open(self, mode="r", *arguments, **settings):
-        is_full = self.name.startswith(victim) and "w" in mode
-        return path_open(Path("/dev/full") if is_full else self, mode, *arguments, **settings)
+    def with_full_file(folder, step, make_temporary=folders.make_temporary):
+        temporary = make_temporary(folder, step)
+        (temporary / victim).symlink_to("/dev/full")
+        return temporary
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", full_open)
+        patch.setattr(folders, "make_temporary", with_full_file)
         with pytest.raises(CheckpointError) as error:
             save_steps(store, 2)
     report = str(error.value)
@@ -290,11 +290,11 @@ def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path, mo
 def copied(ranks: Ranks, folder: Path) -> set[str]:
     """The tensors that a save in the background copies to this rank's host memory."""
     store = CheckpointStore(folder, CheckpointConfig())
+    store._copies.copy = Mock(wraps=store._copies.copy)
     same = {f"w{number}": torch.ones(100 + number) for number in range(4)}
     store.save(1, {**same, f"rng.rank{ranks.rank}": torch.ones(1), "step": 1})
-    names = set(store._copies._buffers)
     store.close()
-    return names
+    return {*store._copies.copy.call_args.args[0]}
 
 
 def test_a_rank_copies_only_what_it_saves_to_its_host(tmp_path):

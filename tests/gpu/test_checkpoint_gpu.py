@@ -34,6 +34,13 @@ def test_snapshots_lie_in_pinned_memory_that_is_reused(tmp_path):
     state = {"w": torch.ones(1000, device="cuda")}
     first, second = (store._copies.copy(state)["w"] for _ in range(2))
     assert first.is_pinned() and first.data_ptr() == second.data_ptr()
+    larger = store._copies.copy({"w": torch.ones(10_000, device="cuda")})["w"]
+    assert larger.is_pinned() and larger.sum() == 10_000
+    store._copies.close()
+    store.save(1, state)
+    store.close()
+    store.load(loaded := {"w": torch.zeros(1000)})
+    assert loaded["w"].sum() == 1000
 
 
 @pytest.mark.parametrize("async_save", [True, False])
@@ -43,7 +50,7 @@ def test_flat_shards_on_the_gpu_are_saved_as_they_were_and_filled_in_place(tmp_p
     saved = FlatShard.from_part(whole.cuda(), gate_up, ALONE, 0)
     store.save(1, {"w": saved})
     if async_save:
-        assert store._copies._buffers["w"].is_pinned()
+        assert store._copies._memory.is_pinned()
         saved.data.fill_(-1)
     store.close()
     for rank in range(2):

@@ -134,7 +134,7 @@ def _of_run(config: RunConfig) -> Sequence[Row]:
     alone = {*config.precision.fp8_products} == {"experts"}
     unscaled = fp8 is Fp8Recipe.none
     of_fp8 = "precision.fp8_products fp8_wgrad fp8_skip_layers fp8_measure"
-    saves = "checkpoint.interval keep_last keep_every async_save"
+    saves = "checkpoint.interval keep_last keep_every async_save mirror"
     return (
         (stdlib and data.tokenizer is None, "data.eod_token", "without data.tokenizer"),
         (stdlib and data.tokenizer is not None, "data.bpe_vocab_size", "with data.tokenizer"),

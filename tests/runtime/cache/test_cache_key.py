@@ -34,7 +34,7 @@ NO_FACTS = """
     train.inject_fault moe.sync_free_stage
     compile.enabled compile.cache compile.cache_dir compile.cache_shared passes.dump graph.warmup_steps
     checkpoint.enabled checkpoint.interval checkpoint.keep_last checkpoint.keep_every checkpoint.async_save
-    checkpoint.replica_check
+    checkpoint.mirror checkpoint.replica_check
     checkpoint.resume checkpoint.resume_from checkpoint.init_from checkpoint.other_tokenizer
     train.max_hours
     host.manual_gc host.gc_interval host.numa host.kernarg_pool_mb host.max_hw_queues host.nvlink_multicast

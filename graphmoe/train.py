@@ -272,7 +272,9 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     if (job := _sweep_job()) is not None:
         environment[SWEEP_JOB] = job
     on_gpu = config.run.device is DeviceChoice.cuda
-    one_gpu_each = on_gpu and not experts_of(config).reads_peers
+    parallel = config.parallel
+    reads_peers = experts_of(config).reads_peers or parallel.tp > 1 or parallel.cp > 1
+    one_gpu_each = on_gpu and not reads_peers
     with ExitStack() as stack:
         environment |= stack.enter_context(job_gpus(config))
         _check_gpus(config, environment)

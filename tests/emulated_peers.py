@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops import IN_USE
 from graphmoe.ops.replicas.exchange import Exchange
+from graphmoe.ops.symm.axes import SharedAxis
 from graphmoe.ops.symm.peers import Region
 
 GUARD = 512
@@ -22,7 +23,8 @@ class Emulation:
     def __init__(self, size, device="cpu"):
         self.size, self.device = size, device
         self.region = None
-        self.memory, self.replicas = Regions(self), Regions(self)
+        self.memory, self.replicas, self.of_axis = Regions(self), Regions(self), Regions(self)
+        self.axes = [SharedAxis(EmulatedMemory(self.of_axis, rank)) for rank in range(size)]
         self.peers = [EmulatedPeers(self, rank) for rank in range(size)]
         self.exchanges = [Exchange(peers) for peers in self.peers]
         self._turns = [threading.Semaphore(0) for _ in range(size)]
@@ -34,7 +36,7 @@ class Emulation:
 
         def thread(rank):
             self._turns[rank].acquire()
-            IN_USE.exchange = self.exchanges[rank]
+            self._enter(rank)
             try:
                 results[rank] = body(self.peers[rank])
             except BaseException as error:
@@ -49,6 +51,7 @@ class Emulation:
         for each in threads:
             each.join()
         IN_USE.exchange = None
+        IN_USE.shared.clear()
         if errors:
             raise errors[0]
         return results
@@ -62,7 +65,10 @@ class Emulation:
             self._turns[following].release()
         if not ends:
             self._turns[rank].acquire()
-            IN_USE.exchange = self.exchanges[rank]
+            self._enter(rank)
+
+    def _enter(self, rank):
+        IN_USE.exchange, IN_USE.shared["tp"] = self.exchanges[rank], self.axes[rank]
 
     def reserve(self, sizes):
         joined = sizes if self.region is None else self.region.sizes.joined(sizes)
@@ -97,6 +103,10 @@ class EmulatedMemory:
         self._regions = regions
         self.rank, self.size = rank, regions.emulation.size
         self.barriers = 0
+
+    @property
+    def num_bytes(self):
+        return self._regions.num_bytes
 
     @property
     def addresses(self):

@@ -124,7 +124,8 @@ class MoELayer(nn.Module):
         # replaces ``moe_preprocess`` if tokens are sent to replicas
         self.moe_replicas = SendPreprocess(config, layout, slots) if slots else None
         self.moe_experts = Experts(config, layout)
-        of_shared = config.hidden_size, config.shared_ffn_size, layout.tp
+        # whole on each rank of tp, for its own tokens: to gather those would send more than the gradients
+        of_shared = config.hidden_size, config.shared_ffn_size
         self.shared_experts = SwiGLU(*of_shared, gated=config.shared_gate) if config.shared_ffn_size else None
         self.holds_all = layout.size("ep_etp") == 1
         self.experts_read = "scaled" if config.input_scaling else "h"

@@ -20,6 +20,7 @@ from graphmoe.config.ranges import ConfigError
 # It belongs to the process, not to a thread: autograd runs backwards in its own.
 IN_USE = SimpleNamespace(
     groups=None,  # `collectives.use_groups`
+    shared={},  # `symm.axes.SharedAxis` of axes whose ranks read each other's memory
     exchange=None,  # `symm.use_peers`
     products=None,  # stream of GEMMs, `symm.peers.beside_products_on`
     waits=None,  # `waits.use_waits`

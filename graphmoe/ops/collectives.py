@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops import IN_USE, register_gradient
+from graphmoe.ops import HALF_DTYPES, IN_USE, register_gradient
 from graphmoe.ops.waits import waiting
 from graphmoe.plan.layout import Axis
 
 # public names since torch 2.13, which warns of the private ones
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+SHARED_DTYPES = (torch.float32, *HALF_DTYPES)
 Reduction = Literal["sum", "max"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -81,7 +82,10 @@ def index_along(axis: Axis, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::all_gather", mutates_args=())
 def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
-    group, whole = group_of(axis, size), x.new_empty(_exchanged(x, size, join=dim))  # type: ignore[arg-type]
+    whole = x.new_empty(_exchanged(x, size, join=dim))
+    if (shared := IN_USE.shared.get(axis)) and x.dtype in SHARED_DTYPES:
+        return shared.exchange(x, whole, None, dim)
+    group = group_of(axis, size)  # type: ignore[arg-type]
     if math.prod(x.shape[:dim]) == 1:  # the parts are contiguous in memory
         with waiting():
             all_gather_into(whole.view(-1), x.flatten(), group=group)
@@ -96,6 +100,8 @@ def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
 @torch.library.custom_op("graphmoe::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
     part = x.new_empty(_exchanged(x, size, split=dim))
+    if (shared := IN_USE.shared.get(axis)) and x.dtype in SHARED_DTYPES:
+        return shared.reduce(x, part, dim)
     if math.prod(x.shape[:dim]) > 1:
         x = x.unflatten(dim, (size, -1)).movedim(dim, 0)
     with waiting():
@@ -106,6 +112,8 @@ def _reduce_scatter(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
 @torch.library.custom_op("graphmoe::all_to_all", mutates_args=())
 def _all_to_all(x: Tensor, axis: str, size: int, split: int, join: int) -> Tensor:
     whole = x.new_empty(_exchanged(x, size, split, join))
+    if (shared := IN_USE.shared.get(axis)) and x.dtype in SHARED_DTYPES:
+        return shared.exchange(x, whole, split, join)
     parts = x.unflatten(split, (size, -1)).movedim(split, 0).contiguous()
     received = torch.empty_like(parts)
     with waiting():

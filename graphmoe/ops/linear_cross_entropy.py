@@ -3,10 +3,14 @@
 Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden. The forward computes gradients by chunk.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from graphmoe.ops.collectives import all_gather_into, group_of
+from graphmoe.ops.waits import waiting
 
 LOGITS_BYTES = 1_160_000_000  # largest buffer of logits: 5504 tokens of a vocabulary of 102400 in bf16
 ROWS_MULTIPLE = 128
@@ -17,13 +21,14 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @torch.library.custom_op("graphmoe::linear_cross_entropy", mutates_args=())
 def _forward(
-    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, trains_w: bool = True
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, trains_w: bool = True, axis: str = ""
 ) -> Results:
     """Return loss f32 [], count i64 [], and the gradients dh_TD, dw_VD f32. No device sync.
 
     Loss: sum of -log softmax(h @ w.T)[label] over labels other than ``ignore_index``; count: their number. An
     invalid label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h. Without ``trains_w``
-    dw is empty.
+    dw is empty. The ranks of an ``axis`` have equal parts of V in their order: each gets the whole loss, and
+    its part of the sum dh.
     """
     assert h_TD.dtype == w_VD.dtype, (h_TD.dtype, w_VD.dtype)
     rows = rows_per_chunk(h_TD.shape[0], w_VD.shape[0], h_TD.element_size())
@@ -33,11 +38,13 @@ def _forward(
 
         if h_TD.dtype in kernels.DTYPES:
             run = kernels.forward
-    return run(h_TD, w_VD, labels_T, ignore_index, rows, trains_w)
+    return run(h_TD, w_VD, labels_T, ignore_index, rows, trains_w, part_of(axis, w_VD))
 
 
 @_forward.register_fake
-def _(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, trains_w: bool = True) -> Results:
+def _(
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, trains_w: bool = True, axis: str = ""
+) -> Results:
     loss, count = h_TD.new_empty((), dtype=torch.float32), h_TD.new_empty((), dtype=torch.int64)
     shape = w_VD.shape if trains_w else (0,)
     return loss, count, h_TD.new_empty(h_TD.shape), w_VD.new_empty(shape, dtype=torch.float32)
@@ -60,7 +67,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         # rounded by the GEMM: the product in fp32 would be as large as dw
         assert dw_VD.dim() == 2, "the weight was frozen in the forward"
         dw = torch.mul(dw_VD, dloss, out=dw_VD.new_empty(dw_VD.shape, dtype=ctx.w_dtype))
-    return dh, dw, None, None, None
+    return dh, dw, None, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
@@ -74,10 +81,38 @@ def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
     return -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
+class Part(NamedTuple):
+    """A rank's part of the vocabulary, from label ``first`` on."""
+
+    first: int
+    whole: int  # labels of all ranks
+    group: dist.ProcessGroup | None
+
+
+def part_of(axis: str, w_VD: Tensor) -> Part:
+    if not axis:
+        return Part(0, len(w_VD), None)
+    group = group_of(axis)  # type: ignore[arg-type]
+    return Part(dist.get_rank(group) * len(w_VD), group.size() * len(w_VD), group)
+
+
+def over_ranks(part: Part, lse_C: Tensor, at_label_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps over the whole vocabulary, and the logits of labels, 0 on all ranks but one."""
+    if part.group is None:
+        return lse_C, at_label_C
+    own_2C = torch.stack([lse_C, at_label_C])
+    all_P2C = own_2C.new_empty(part.group.size(), *own_2C.shape)
+    with waiting():
+        all_gather_into(all_P2C.view(-1), own_2C.view(-1), group=part.group)
+    return all_P2C[:, 0].logsumexp(dim=0), all_P2C[:, 1].sum(dim=0)
+
+
 def reference(
-    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int, trains_w: bool = True
-) -> Results:
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int, trains_w: bool = True,
+    part: Part | None = None,
+) -> Results:  # fmt: skip
     """Return loss, count and gradients, made ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
+    part = part or part_of("", w_VD)
     exact, f32 = (torch.float64 if h_TD.dtype == torch.float64 else torch.float32), torch.float32
     loss = torch.zeros((), dtype=exact, device=h_TD.device)
     dh_TD = h_TD.new_empty(h_TD.shape)
@@ -85,13 +120,18 @@ def reference(
     for start in range(0, len(h_TD), rows):
         h_CD, label_C = h_TD[start : start + rows], labels_T[start : start + rows]
         kept_C = label_C != ignore_index
-        label_C1 = label_C.masked_fill(~kept_C, 0).long().unsqueeze(1)
+        label_C = label_C.long().masked_fill(~kept_C, 0)
+        if part.group and not ((label_C >= 0) & (label_C < part.whole)).all():
+            raise IndexError(f"a label is not in 0 to {part.whole - 1}, nor {ignore_index}")
+        own_C = label_C - part.first
+        here_C1 = ((own_C >= 0) & (own_C < len(w_VD)) if part.group else kept_C).unsqueeze(1)
+        label_C1 = own_C.unsqueeze(1).where(here_C1, 0)
         logits_CV = (h_CD @ w_VD.T).to(exact)
-        lse_C = logits_CV.logsumexp(dim=-1)
-        loss_C = lse_C - logits_CV.gather(1, label_C1).squeeze(1)
-        loss += loss_C.masked_fill(~kept_C, 0).sum()
+        at_label_C = logits_CV.gather(1, label_C1).where(here_C1, 0).squeeze(1)
+        lse_C, at_label_C = over_ranks(part, logits_CV.logsumexp(dim=-1), at_label_C)
+        loss += (lse_C - at_label_C).masked_fill(~kept_C, 0).sum()
         d_CV = (logits_CV - lse_C.unsqueeze(1)).exp()
-        d_CV.scatter_add_(1, label_C1, torch.full_like(label_C1, -1, dtype=exact))
+        d_CV.scatter_add_(1, label_C1, -here_C1.to(exact))
         d_CV = d_CV.masked_fill(~kept_C.unsqueeze(1), 0).to(h_TD.dtype)
         dh_TD[start : start + rows] = d_CV @ w_VD
         if trains_w:

@@ -16,21 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.ops import num_warps
+from graphmoe.ops.linear_cross_entropy import Part, over_ranks, part_of
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float32)
 THREADS, BLOCK, STAGES = 512, 8192, 3  # threads, logits in flight, pipeline stages
 TOTAL_BLOCK = 1024
 ALIGNMENT = 64  # elements of row padding: GEMMs need rows aligned to 16 bytes or more
+BOTH, SUMS, GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # steps of `_rows_kernel`
 LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that only saw padding
 
 
 def forward(
-    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int, trains_w: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int, trains_w: bool = True,
+    part: Part | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return loss [], count [], dh_TD and dw_VD (fp32), computed ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
-    T, V = len(h_TD), len(w_VD)
+    T, V, part = len(h_TD), len(w_VD), part or part_of("", w_VD)
     f32, device = torch.float32, h_TD.device
     dh_TD = torch.empty_like(h_TD)
     dw_VD = torch.empty(w_VD.shape if trains_w else (0,), dtype=f32, device=device)
@@ -39,16 +42,23 @@ def forward(
     stride = triton.cdiv(V, ALIGNMENT) * ALIGNMENT
     buffer = torch.empty(min(rows, T), stride, dtype=h_TD.dtype, device=device)
     loss_T = torch.empty(T, dtype=f32, device=device)
+    lse_T = torch.empty(T, dtype=f32, device=device) if part.group else loss_T
     block, group = min(BLOCK, triton.next_power_of_2(max(V, 256))), 16 // h_TD.element_size()
     for start in range(0, T, rows):
         h_CD = h_TD[start : start + rows]
         logits_CV = buffer[: len(h_CD), :V]
         torch.mm(h_CD, w_VD.T, out=logits_CV)
-        _rows_kernel[(len(h_CD),)](
-            logits_CV, loss_T, labels_T, start, V, stride, ignore_index,
-            BLOCK=block, GROUP=group, STAGES=STAGES,
-            num_warps=num_warps(min(THREADS, block // group)),
-        )  # fmt: skip
+        for step in (SUMS, GRADIENT) if part.group else (BOTH,):
+            _rows_kernel[(len(h_CD),)](
+                logits_CV, loss_T, lse_T, labels_T, start, part.first, V, part.whole, stride, ignore_index,
+                STEP=step.value, BLOCK=block, GROUP=group, STAGES=STAGES,
+                num_warps=num_warps(min(THREADS, block // group)),
+            )  # fmt: skip
+            if step == SUMS:  # the label's logit is in place of the loss
+                of_chunk = (sums_T[start : start + rows] for sums_T in (lse_T, loss_T))
+                lse_C, at_label_C = over_ranks(part, *of_chunk)
+                lse_T[start : start + rows] = lse_C
+                loss_T[start : start + rows] = lse_C - at_label_C
         torch.mm(logits_CV, w_VD, out=dh_TD[start : start + rows])
         if trains_w:
             _add_product(dw_VD, logits_CV.T, h_CD, first=start == 0)
@@ -98,10 +108,14 @@ def _gradient(x, column, label, lse):
 
 @triton.jit
 def _rows_kernel(
-    logits, losses, labels, start, V, stride, ignore_index,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    logits, losses, lses, labels, start, first, V, whole, stride, ignore_index,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store the loss of one token, and replace its logits by softmax - one-hot."""
+    """Store the loss of one token, and replace its logits by softmax - one-hot.
+
+    If ranks share the vocabulary these are two steps, between which they join their sums: SUMS stores the
+    log-sum-exp of this rank's logits, and its label's logit in place of the loss.
+    """
     token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
     LANES: tl.constexpr = BLOCK // GROUP
     column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -109,33 +123,43 @@ def _rows_kernel(
     tail = blocks * BLOCK + column
     label = tl.load(labels + token)
     if label != ignore_index:
-        # before any barrier: other warps overwrite it in the second pass; an invalid label gives a NaN loss
-        known = (label >= 0) & (label < V)
-        at_label = tl.load(base + label, mask=known, other=float("nan")).to(tl.float32)
-        highest, total = tl.full((LANES,), LOWEST, tl.float32), tl.zeros((LANES,), tl.float32)
-        for i in tl.range(blocks, num_stages=STAGES):
-            x = tl.load(base + i * BLOCK + column).to(tl.float32)
-            highest, total = _add_block(x, highest, total)
-        if blocks * BLOCK < V:
-            x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
-            highest, total = _add_block(x, highest, total)
-        top = tl.max(highest, 0)
-        lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-        tl.store(losses + token, lse - at_label)
-        if blocks * BLOCK < V:
-            x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
-            tl.store(base + tail, _gradient(x, tail, label, lse), mask=tail < V)
-        for i in tl.range(blocks, num_stages=STAGES):
-            # backwards, so that the second pass starts with what is still in the cache
-            here = (blocks - 1 - i) * BLOCK + column
-            x = tl.load(base + here).to(tl.float32)
-            tl.store(base + here, _gradient(x, here, label, lse))
+        own = label - first
+        if STEP == GRADIENT:
+            lse = tl.load(lses + token)
+        else:
+            # before any barrier: other warps overwrite it in the second pass; an invalid label gives NaN
+            at_label = tl.load(base + own, mask=(own >= 0) & (own < V), other=0.0).to(tl.float32)
+            at_label = tl.where((label >= 0) & (label < whole), at_label, float("nan"))
+            highest, total = tl.full((LANES,), LOWEST, tl.float32), tl.zeros((LANES,), tl.float32)
+            for i in tl.range(blocks, num_stages=STAGES):
+                x = tl.load(base + i * BLOCK + column).to(tl.float32)
+                highest, total = _add_block(x, highest, total)
+            if blocks * BLOCK < V:
+                x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
+                highest, total = _add_block(x, highest, total)
+            top = tl.max(highest, 0)
+            lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+            if STEP == SUMS:
+                tl.store(lses + token, lse)
+            tl.store(losses + token, at_label if STEP == SUMS else lse - at_label)
+        if STEP != SUMS:
+            if blocks * BLOCK < V:
+                x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
+                tl.store(base + tail, _gradient(x, tail, own, lse), mask=tail < V)
+            for i in tl.range(blocks, num_stages=STAGES):
+                # backwards, so that the second pass starts with what is still in the cache
+                here = (blocks - 1 - i) * BLOCK + column
+                x = tl.load(base + here).to(tl.float32)
+                tl.store(base + here, _gradient(x, here, own, lse))
     else:
         tl.store(losses + token, 0.0)
-        for i in range(blocks):
-            tl.store(base + i * BLOCK + column, tl.zeros((LANES, GROUP), tl.float32))
-        if blocks * BLOCK < V:
-            tl.store(base + tail, tl.zeros((LANES, GROUP), tl.float32), mask=tail < V)
+        if STEP == SUMS:
+            tl.store(lses + token, 0.0)
+        else:
+            for i in range(blocks):
+                tl.store(base + i * BLOCK + column, tl.zeros((LANES, GROUP), tl.float32))
+            if blocks * BLOCK < V:
+                tl.store(base + tail, tl.zeros((LANES, GROUP), tl.float32), mask=tail < V)
 
 
 @triton.jit

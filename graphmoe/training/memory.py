@@ -241,18 +241,15 @@ def _experts_work(sizes: Sizes) -> float:
 
 def _loss_work(sizes: Sizes) -> float:
     model, tp = sizes.model, sizes.layout.tp
-    if tp > 1:  # logits of all tokens
-        return 12 * sizes.gathered * model.vocab_size / tp
-    if model.lora_rank:  # a frozen head has no gradient
-        return max(chunk_bytes(sizes), 9 * sizes.state)
-    # The backward scales the head's gradient, which the forward computed; the norm's is in fp32.
-    return max(chunk_bytes(sizes), 4 * model.vocab_size * model.hidden_size + 9 * sizes.state)
+    # The backward scales the gradients of states and head, which the forward computed; the norm's is in fp32.
+    of_head = 0 if model.lora_rank else 4 * model.vocab_size / tp * model.hidden_size
+    return max(chunk_bytes(sizes), of_head + (tp + 8) * sizes.state)
 
 
 def chunk_bytes(sizes: Sizes) -> int:
     """Return bytes of the logits that a fused loss holds at once."""
-    vocabulary, size = sizes.model.vocab_size, sizes.element_bytes
-    return min(rows_per_chunk(sizes.tokens, vocabulary, size), sizes.tokens) * vocabulary * size
+    vocabulary, size = sizes.model.vocab_size // sizes.layout.tp, sizes.element_bytes
+    return min(rows_per_chunk(sizes.gathered, vocabulary, size), sizes.gathered) * vocabulary * size
 
 
 def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> float:

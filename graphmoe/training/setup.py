@@ -21,6 +21,7 @@ from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.dispatch import make_dispatcher, open_dispatcher
+from graphmoe.runtime.dispatch.symm import share_axes
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
@@ -48,6 +49,7 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
     ranks, mesh = ranks or Ranks(), Mesh(plan.layout)
     use_groups(mesh)
     device = open_device(plan.run.device)
+    share_axes(mesh, ranks, device)
     open_dispatcher(plan, mesh, device)
     seed_everything(plan.train.seed, plan.precision, device)
     corpus, loader = _open_data(plan, ranks, device)

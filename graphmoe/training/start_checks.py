@@ -198,7 +198,7 @@ def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]
     kept = [_kept_bytes(plan, sizes, stage) if known else sizes.state for stage in plan.stages]
     most = in_flight(plan, kept)
     found = []
-    fuses = config.compile.enabled and layout.tp == 1 and runs_pass(config.passes, FUSE_LOSS)
+    fuses = config.compile.enabled and runs_pass(config.passes, FUSE_LOSS)
     logits = sizes.gathered * model.vocab_size // layout.tp
     for place, needed in enumerate(state):
         with_loss = [kept[number] for number in plan.stage_numbers(place) if plan.stages[number].loss]

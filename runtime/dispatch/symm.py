@@ -15,14 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.ops import IN_USE
 from graphmoe.ops.collectives import index_along
 from graphmoe.ops.symm import CollectivePeers
+from graphmoe.ops.symm.axes import SharedAxis
 from graphmoe.ops.symm.peers import Peers, Region, Side, Sizes
 from graphmoe.ops.waits import waiting
 from graphmoe.plan.experts import Load
-from graphmoe.runtime.ranks import Mesh
+from graphmoe.plan.layout import Axis
+from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import symmetric_memory
 
+SHARED_AXES: tuple[Axis, ...] = ("tp", "cp", "cp_tp")
+FIRST_BYTES = 1 << 20
 log = logging.getLogger(__name__)
 
 
@@ -65,14 +70,39 @@ def make_peers(mesh: Mesh, device: torch.device) -> Peers:
     return CollectivePeers(group) if group is None or device.type != "cuda" else SymmetricPeers(group)
 
 
+def share_axes(mesh: Mesh, ranks: Ranks, device: torch.device) -> None:
+    """Let collectives along tp and cp read peers' memory if all ranks can, else use NCCL. Collective."""
+    IN_USE.shared.clear()
+    if device.type != "cuda":
+        return
+    gpus, problem = range(torch.cuda.device_count()), ""
+    has_peers = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in range(a))
+    made: dict[dist.ProcessGroup, SharedAxis] = {}
+    for axis in SHARED_AXES:
+        nodes = {rank // ranks.local_size for rank in mesh.layout.group(axis, mesh.rank)}
+        if (group := mesh.group(axis)) is None or len(nodes) > 1 or not has_peers:
+            continue
+        if group not in made:  # axes with the same ranks have one group
+            memory = SymmetricMemory(group, f"collectives along {axis}", "lower train.micro_batch_size")
+            made[group] = SharedAxis(memory)
+            try:
+                memory.reserve(FIRST_BYTES)
+            except ConfigError as error:
+                problem = str(error).partition(";")[0]
+        IN_USE.shared[axis] = made[group]
+    if problems := [each for each in ranks.gather(problem) if each]:
+        IN_USE.shared.clear()
+        log.warning("collectives along tp and cp use NCCL: %s", problems[0])
+
+
 class SymmetricMemory:
     """Memory that GPUs of one node read from each other, without multicast; implements `SharedMemory`."""
 
     addresses: Tensor
 
-    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
-        """``purpose``: what the memory is for, in the log and errors."""
-        self._group, self._purpose = group, purpose
+    def __init__(self, group: dist.ProcessGroup, purpose: str, instead: str) -> None:
+        """``purpose``: what the memory is for, and ``instead`` what to use if it fails, in log and errors."""
+        self._group, self._purpose, self._instead = group, purpose, instead
         self.rank, self.size, self.num_bytes = dist.get_rank(group), group.size(), 0
         self._buffers: list[Tensor] = []
         self._meet: Callable[[], None] = lambda: None
@@ -100,8 +130,8 @@ class SymmetricMemory:
             self._buffers, self._meet = symmetric_memory(num_bytes, self._group)
         except RuntimeError as error:  # of the driver, which a container may forbid to share
             raise ConfigError(
-                f"moe.dispatcher=symm: GPUs cannot share {num_bytes / 2**20:.0f} MiB for {self._purpose} "
-                f"({str(error).partition(chr(10))[0]}); free memory, or use moe.dispatcher=alltoall"
+                f"GPUs cannot share {num_bytes / 2**20:.0f} MiB for {self._purpose} "
+                f"({str(error).partition(chr(10))[0]}); free memory, or {self._instead}"
             ) from error
         self.addresses = torch.tensor(
             [buffer.data_ptr() for buffer in self._buffers], device=self._buffers[0].device
@@ -129,7 +159,8 @@ class SymmetricPeers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rows, self.replicas = (
-            SymmetricMemory(group, purpose) for purpose in ("the exchange of rows", "the traffic of replicas")
+            SymmetricMemory(group, f"moe.dispatcher=symm, the {purpose}", "use moe.dispatcher=alltoall")
+            for purpose in ("exchange of rows", "traffic of replicas")
         )
         self.rank, self.size = self._rows.rank, self._rows.size
         self.view, self.barrier = self._rows.view, self._rows.barrier

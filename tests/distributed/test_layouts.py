@@ -108,7 +108,7 @@ FOUR = (
     Case(4, "cp=2 tp=2 ep=2", "", SMALL, (*LLAMA4, *MASK)),
     Case(4, "pp=2 ep=2", "1f1b", REPLICAS, (*LLAMA4, MTP)),
     Case(4, "pp=2 ep=2", "1f1b", model=ADAPTED),
-    Case(4, "tp=2 ep=2", "", (*SMALL, *ROOM), (*ADAPTED, *GQA), "traced"),
+    Case(4, "tp=2 ep=2", "", (*SMALL, *ROOM), (*ADAPTED, *GQA, "optim.eps=1e-3"), "traced"),
     HOT,
 )
 LANES = Case(
@@ -202,7 +202,7 @@ MORE_OF_FOUR = (
 )  # fmt: skip
 LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), BY_EACH)
 ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode=BY_EACH)
-OF_TP = {("all_gather", "tp"), ("reduce_scatter", "tp"), ("all_reduce", "tp")}
+OF_TP = {("all_gather", "tp"), ("reduce_scatter", "tp"), ("linear_cross_entropy", "tp")}
 AXES = {  # operations that graphs of layouts send by, each with its axis
     ONE_PROCESS: OF_TP | {("all_reduce", "cp_tp")},
     LAYERS_AGAIN: OF_TP,
@@ -344,12 +344,11 @@ def test_what_an_mlp_gathers_is_gathered_again_where_it_is_recomputed(on_ranks, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [ONE_PROCESS], ids=str)
-def test_passes_match_as_they_do_on_one_rank_but_for_the_loss(on_ranks, alone, case):
+def test_passes_match_as_they_do_on_one_rank(on_ranks, alone, case):
     found, one = on_ranks(case)[0].graphs, alone(replace(case, layout="").training).graphs
     assert found.matches.keys() == one.matches.keys()
-    different = {key for key, count in one.matches.items() if bool(count) != bool(found.matches[key])}
-    assert different == {("loss", "fuse_loss")}
-    assert "share the vocabulary" in found.left["loss", "fuse_loss"][0]
+    assert all(bool(count) == bool(found.matches[key]) for key, count in one.matches.items())
+    assert found.matches["loss", "fuse_loss"] == 1
     assert found.matches["attn..moe_combine", "fuse_router"] == 1
     words = ("all_gather", "reduce_scatter", "all_reduce", "index_along")
     assert one.code and not any(word in graph for graph in one.code for word in words)
@@ -367,7 +366,7 @@ def test_a_rank_holds_its_share_of_every_large_matrix():
     model = config("model.num_heads=4", LORA, "model.num_dense_layers=1").model
     built = (build_model(model, layout=layout, device="meta") for layout in (ALONE, Layout(tp=4)))
     whole, part = ({name: weight.numel() for name, weight in each.named_parameters()} for each in built)
-    cut = ("embed.", "head.head.", "q_up", "kv_up", "out_proj", "gate_up.weight", ".down.weight")
+    cut = ("embed.", "head.head.", "q_up", "kv_up", "out_proj", "mlp.gate_up.weight", "mlp.down.weight")
     expected = {name: 4 if any(each in name for each in cut) else 1 for name in whole}
     assert {name: whole[name] // size for name, size in part.items()} == expected
 

@@ -49,6 +49,7 @@ WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds 
         "pack_kernel": (5 if TRITON < (3, 9) else 1, 8),
         "pull_kernel of words": (4, 4),
         "pack_kernel of words": (3, 8),
+        "sum_parts_kernel": (2 * 8, 2),
         "sum_kernel 6": (6, 1),
         "sum_kernel 16": (16, 1),
     },

@@ -121,6 +121,43 @@ def test_results_match_fp64(backend, name, dtype, small_blocks):
     assert_matches_fp64(runs_of(backend), CASES[name], dtype, device_of(backend))
 
 
+SHARED = ("more than one block of logits", "one token", "a large vocabulary", "chunks of one token")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_with_parts_of_the_vocabulary_get_its_loss(backend, name, dtype, small_blocks, monkeypatch):
+    case, size = CASES[name], 2
+    h, w, labels = inputs_of(case, dtype, device_of(backend))
+    scores_TV, found = (h @ w.T).float(), []
+    scores_PTV = torch.stack(scores_TV.chunk(size, dim=1))
+    own_PT = labels - torch.arange(size, device=h.device)[:, None] * (case.V // size)
+    at_PT = scores_PTV.gather(2, own_PT.clamp(0, case.V // size - 1)[..., None]).squeeze(2)
+    sums_P2T = torch.stack(
+        [scores_PTV.logsumexp(2), at_PT.where(own_PT == own_PT.clamp(0, case.V // size - 1), 0)], 1
+    )
+    for rank, w_VD in enumerate(w.chunk(size)):
+        starts = iter(range(0, case.T, case.rows))
+
+        def gather(into, own, group, rank=rank, starts=starts):
+            at = slice(start := next(starts), start + case.rows)
+            others_P2C, kept_C = sums_P2T[:, :, at].clone(), labels[at] != IGNORED
+            error = (own.view(2, -1) - others_P2C[rank])[:, kept_C].abs().max() if kept_C.any() else 0
+            assert error < 1e-3
+            others_P2C[rank] = own.view(2, -1)
+            into.copy_(others_P2C.flatten())
+
+        monkeypatch.setattr(module, "all_gather_into", gather)
+        part = module.Part(rank * len(w_VD), case.V, Mock(size=lambda: size))
+        found.append(runs_of(backend)(h, w_VD, labels, IGNORED, case.rows, True, part))
+    (loss, count, dh, dw), (other, _, more, rest) = found
+    joined = loss, count, dh.float() + more.float(), torch.cat([dw, rest])
+    assert loss.equal(other) or relative_error(loss, other) < 1e-6
+    for of, actual, wanted in zip(NAMES, joined, written_out(h, w, labels), strict=True):
+        assert_close(of, actual, wanted, dtype)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_frozen_weight_has_no_gradient_and_changes_no_other_result(backend, small_blocks):
     case = next(iter(CASES.values()))

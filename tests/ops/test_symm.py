@@ -130,6 +130,7 @@ def ahead_of_time_cases():
         ("of weights", launches.put_live, peers, region.dweights, dweight, arrivals, block),
         ("", launches.way_back, peers, region, way, None, y, dweight),
         ("staged", launches.way_back, peers, region, way, y, y, dweight),
+        ("", launches.sum_parts, peers, 256, meta(4, 512, HIDDEN, dtype=BF16), 4),
         ("6", launches.sum_places, meta(tokens, 6).long(), HIDDEN, BF16),
         ("16", launches.sum_places, meta(tokens, 16).long(), HIDDEN, BF16),
         ("of weights", launches.sum_places, meta(tokens, 6).long(), SLOTS, torch.float32),

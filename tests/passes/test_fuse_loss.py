@@ -126,7 +126,9 @@ def test_look_alikes_stay_with_a_reason(run, reason):
     assert_left(traced(run, random(B * S, D), head().detach(), labels().flatten()), reason, fuse_loss)
 
 
-def test_a_loss_of_ranks_that_share_the_vocabulary_is_known():
-    plain = traced(Loss(MODEL, Layout(tp=2)), random(B, S, D), labels().repeat(1, 2))
-    assert_left(plain, "ranks share the vocabulary", fuse_loss)
-    assert not plain.rewritten(fuse_loss)[1][0].expected
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loss_of_ranks_that_share_the_vocabulary_matches(dtype):
+    plain = traced(Loss(MODEL, Layout(tp=2)).to(dtype), random(B, S, D, dtype=dtype), labels().repeat(1, 2))
+    fused, (result,) = plain.rewritten(fuse_loss)
+    assert result[:2] == (1, ()) and fused.calls["linear_cross_entropy"] == 1
+    assert not {"mm", "all_reduce", "exp", "index_along"} & {*fused.calls} and fused.calls["all_gather"] == 1

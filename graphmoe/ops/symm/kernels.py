@@ -230,6 +230,19 @@ def way_back_kernel(
         tl.store(dweight_from_TW + place, tl.where(fits, dweight_at, 0), place < num_places)
 
 
+@triton.jit(do_not_specialize=["me"])
+def sum_parts_kernel(address_P, part, offset, me, length, P: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Sum over ranks the ``length`` elements of this rank in each P * length of their memory, in fp32."""
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    group, is_element = tl.program_id(1).to(tl.int64), at < length
+    total = tl.zeros([ELEMENTS], tl.float32)
+    for p in tl.static_range(P):
+        base = tl.multiple_of((tl.load(address_P + p) + offset).to(part.dtype), 16)
+        x = tl.load(base + (group * P + me) * length + at, is_element, other=0.0)
+        total += x.to(tl.float32)
+    tl.store(part + group * length + at, total.to(part.dtype.element_ty), is_element)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def sum_kernel(
     from_TW, x_TD, tokens, columns,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps, tile
 from graphmoe.ops.symm import kernels
-from graphmoe.ops.symm.peers import MemoryPeers, Region
+from graphmoe.ops.symm.peers import MemoryPeers, Region, SharedMemory
 
 Plan = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -36,6 +36,7 @@ PUT = Launch(tile_bytes=16 << 10, width_bytes=4096, threads=256, programs=1024)
 PACK = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=0)
 # one 16-byte vector per thread and position, so a token with six positions has 24 KiB in flight
 SUM = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=2048)
+SUM_PARTS = 4096  # two 16-byte vectors of bf16 per thread and rank
 # the smallest tile of records that fills the 128-byte lines of a link
 RECORD_TILE, RECORD_THREADS = 1024, 128
 PLACES, PLACE_THREADS = 256, 128
@@ -152,6 +153,17 @@ def sum_places(from_TW: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         num_warps=num_warps(SUM.threads),
     )  # fmt: skip
     return x_TD
+
+
+def sum_parts(memory: SharedMemory, offset: int, part: Tensor, outer: int) -> None:
+    """Fill a contiguous part with the ranks' sum of its place in ``outer`` equal groups of their memory."""
+    length = part.numel() // max(outer, 1)
+    if length == 0:
+        return
+    kernels.sum_parts_kernel[(triton.cdiv(length, SUM_PARTS), outer)](
+        memory.addresses, part, offset, memory.rank, length,
+        P=memory.size, ELEMENTS=SUM_PARTS, num_warps=num_warps(SUM.threads),
+    )  # fmt: skip
 
 
 def _ranks(peers: MemoryPeers) -> dict[str, int]:

@@ -110,8 +110,13 @@ class Regions(Peers, Protocol):
 class SharedMemory(Regions, Protocol):
     """Peer memory that grows; as graphs hold its address, replaced memory stays until ``forget_graphs``."""
 
+    num_bytes: int
+
     def reserve(self, num_bytes: int) -> None:
         """Grow regions to ``num_bytes``. A collective; RuntimeError in a capture. No sync if large enough."""
+
+    def forget_graphs(self) -> None:
+        """Free memory kept for graphs."""
 
 
 class MemoryPeers(Regions, Protocol):
@@ -140,12 +145,16 @@ def reserve(sizes: Sizes, replica_bytes: int) -> None:
 
 def forget_graphs() -> None:
     """Free memory kept for graphs; call after all graphs have been deleted."""
+    for axis in IN_USE.shared.values():
+        axis.memory.forget_graphs()
     if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
         cast(MemoryPeers, IN_USE.exchange.peers).forget_graphs()
 
 
 def forget_order() -> None:
-    """Let the next exchange of rows begin with a barrier; call before a graph is captured or replayed."""
+    """Let the next exchanges begin with a barrier; call before a graph is captured or replayed."""
+    for axis in IN_USE.shared.values():
+        axis.last = None
     if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
         cast(MemoryPeers, IN_USE.exchange.peers).last = None
 

@@ -151,7 +151,8 @@ def _read(
 
 def _adapters(sizes: Sizes, name: str, count: int, part: str = "") -> Iterator[Kept]:
     if adapts(sizes.model, name):  # outputs of A
-        yield Kept(name, sizes.element_bytes * sizes.gathered * sizes.model.lora_rank * count, part=part)
+        rows = sizes.tokens * sizes.ranks_of(name)
+        yield Kept(name, sizes.element_bytes * rows * sizes.model.lora_rank * count, part=part)
 
 
 def _attn(sizes: Sizes, next_segment: str, normed: bool) -> Iterator[Kept]:
@@ -250,9 +251,10 @@ def _mlp(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _swiglu(sizes: Sizes, name: str, inner: int) -> Iterator[Kept]:
-    own, d, rows = inner // sizes.layout.tp, sizes.model.hidden_size, sizes.gathered
+    ranks, d = sizes.ranks_of(name), sizes.model.hidden_size
+    own, rows = inner // ranks, sizes.tokens * ranks
     # tp ranks also save the gathered tokens
-    if sizes.layout.tp > 1:
+    if ranks > 1:
         yield from _read(sizes, name, rows, d, [2 * own], name, name)
     yield Kept(name, sizes.element_bytes * rows * 2 * own, part=name)
     yield from _read(sizes, name, rows, own, [d], name, name)
@@ -268,7 +270,7 @@ def _router(sizes: Sizes, dispatched: bool, shared_again: bool) -> Iterator[Kept
     )
     reads = reads or model.shared_gate or sizes.element_bytes == 4
     if model.lora_rank:
-        reads = adapts(model, "shared_experts") and sizes.layout.tp == 1 or dispatched and shared_again
+        reads = adapts(model, "shared_experts") or dispatched and shared_again
     if (not dispatched or model.shared_ffn_size) and reads:
         # dispatched tokens are an output of their unit: saved, whatever is recomputed
         yield Kept("moe_router", sizes.state, readers, "" if dispatched else "layernorm")
@@ -287,8 +289,8 @@ def _router(sizes: Sizes, dispatched: bool, shared_again: bool) -> Iterator[Kept
 
 
 def _shares_in_fp8(sizes: Sizes) -> bool:
-    model, tp = sizes.model, sizes.layout.tp
-    even = fits_fp8(model.hidden_size, 2 * model.shared_ffn_size // tp)
+    model = sizes.model
+    even = fits_fp8(model.hidden_size, 2 * model.shared_ffn_size)
     return "shared_experts" in sizes.fp8 and model.shared_ffn_size > 0 and even
 
 
@@ -300,7 +302,7 @@ def _shared(sizes: Sizes, dispatched: bool) -> Iterator[Kept]:
         yield Kept(name, sizes.state, part=name)
     in_8_bits = sizes.tokens * (model.hidden_size + ROWWISE.scale_bytes)
     here = not dispatched and "experts" in sizes.fp8
-    if _shares_in_fp8(sizes) and sizes.layout.tp == 1:
+    if _shares_in_fp8(sizes):
         yield Kept(name, in_8_bits, part=name)
         here = here and model.input_scaling  # otherwise both read these
     if here:
@@ -372,14 +374,8 @@ def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
     found["loss"] += sizes.state * max(norms - 1, 0)
     if not pieces.loss:
         return found
-    if tp == 1:
-        of_head = 0 if model.lora_rank else 4 * model.vocab_size * model.hidden_size  # its gradient
-        of_depth = e * sizes.tokens * model.hidden_size + of_head
-    else:
-        logits = 4 * sizes.gathered * model.vocab_size // tp
-        of_input = 0 if model.lora_rank else e * sizes.gathered * model.hidden_size
-        of_depth = of_input + logits + 22 * sizes.gathered
-    found["loss"] += of_depth * (depths + 1)
+    of_head = 0 if model.lora_rank else 4 * model.vocab_size // tp * model.hidden_size  # its gradient
+    found["loss"] += (e * sizes.gathered * model.hidden_size + of_head) * (depths + 1)
     return found
 
 

@@ -87,8 +87,8 @@ def joined(*products: Product) -> Product:
 def dense(
     sizes: Sizes, speeds: Speeds, segment: str, matrices: Sequence[Sides], fp8: Fp8Dense | None = None
 ) -> Product:
-    """Return the seconds of a segment's GEMMs on all tokens; frozen ones have no wgrad, but adapters."""
-    rows = sizes.gathered
+    """Return the seconds of a segment's GEMMs on its tokens; frozen ones have no wgrad, but adapters."""
+    rows = sizes.tokens * sizes.ranks_of(segment)
     return adapted(sizes, speeds, segment, speeds.dense(rows, matrices, fp8), rows, matrices)
 
 
@@ -126,9 +126,9 @@ def along_tp(sizes: Sizes, speeds: Speeds) -> float:
 @functools.lru_cache(maxsize=1024)
 def swiglu(sizes: Sizes, speeds: Speeds, name: str) -> tuple[Product, Product]:
     inner, fp8 = dense_ffn_size(sizes.model, name), fp8_dense(sizes, name)
-    width, own = sizes.model.hidden_size, inner / sizes.layout.tp
-    gate_up, down = (width, 2 * inner / sizes.layout.tp), (own, width)
-    return dense(sizes, speeds, name, [gate_up], fp8), dense(sizes, speeds, name, [down], fp8)
+    width, own = sizes.model.hidden_size, inner / sizes.ranks_of(name)
+    first, last = (dense(sizes, speeds, name, [each], fp8) for each in ((width, 2 * own), (own, width)))
+    return first, last
 
 
 @functools.lru_cache(maxsize=1024)
@@ -252,7 +252,7 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
 
 def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]:
     """Yield a segment's fp8 weights: sharding axis, number of equal matrices, rows, columns."""
-    model, tp, d = sizes.model, sizes.layout.tp, sizes.model.hidden_size
+    model, d = sizes.model, sizes.model.hidden_size
     found: list[tuple[Axis, int, float, float]] = []
     if name == "moe_experts" and "experts" in sizes.fp8:
         count, inner = model.num_experts // sizes.layout.ep, model.expert_ffn_size / sizes.layout.etp
@@ -263,8 +263,9 @@ def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]
             whole = facts.latents is not None and which not in (*facts.up, facts.weights[-1].name)
             found.append(("stage" if whole else "dp_cp", 1, columns, rows))
     elif name in sizes.fp8:
-        inner = dense_ffn_size(model, name) / tp
-        found = [("dp_cp", 1, 2 * inner, d), ("dp_cp", 1, d, inner)]
+        inner = dense_ffn_size(model, name) / sizes.ranks_of(name)
+        axis: Axis = "stage" if name == "shared_experts" else "dp_cp"
+        found = [(axis, 1, 2 * inner, d), (axis, 1, d, inner)]
     for axis, count, rows, columns in found:
         if fits_fp8(rows, columns):
             yield axis, count, int(rows), int(columns)

@@ -15,7 +15,6 @@ from graphmoe.plan.costs.layer_parts import (
     adapted,
     along_tp,
     attention_parts,
-    dense,
     dense_ffn_size,
     dispatched_bytes,
     exchange,
@@ -123,20 +122,12 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
     model, tp = sizes.model, sizes.layout.tp
     d, vocabulary = model.hidden_size, model.vocab_size
     # the forward computes both gradients, the backward scales them
-    if tp == 1:
-        is_frozen = model.lora_rank > 0
-        flops = (3 - is_frozen) * 2 * sizes.tokens * d * vocabulary
-        forward = speeds.seconds(flops, "head", d, sizes.tokens) + 2 * sizes.state / speeds.hbm
-        scaled = speeds.stored(d * vocabulary) * (not is_frozen) + 3 * sizes.state / speeds.hbm
-        return SegmentTime("loss", forward, scaled).scaled(depths)
-    # with tp, logits are written and read several times
-    product = dense(sizes, speeds, "loss", [(d, vocabulary / tp)])
-    moved = 4 * sizes.element_bytes * sizes.gathered * vocabulary / tp / speeds.hbm
+    is_frozen, moved = model.lora_rank > 0, tp * sizes.state / speeds.hbm
+    flops = (3 - is_frozen) * 2 * sizes.tokens * d * vocabulary
     gather = along_tp(sizes, speeds)
-    once = SegmentTime(
-        "loss", product.forward + moved + gather, product.inputs + gather, product.weights, 2 * gather
-    )
-    return once.scaled(depths)
+    forward = speeds.seconds(flops, "head", d, sizes.gathered) + 2 * moved + gather
+    scaled = speeds.stored(d * vocabulary / tp) * (not is_frozen) + 3 * moved + gather
+    return SegmentTime("loss", forward, scaled, exchange=2 * gather).scaled(depths)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -167,7 +158,7 @@ def _attention(sizes: Sizes, speeds: Speeds, kept: Bytes) -> SegmentTime:
 
 
 def _mlp(name: str, sizes: Sizes, speeds: Speeds, kept: Bytes) -> SegmentTime:
-    exchange = 2 * along_tp(sizes, speeds)
+    exchange = 2 * along_tp(sizes, speeds) * (sizes.ranks_of(name) > 1)
     return _segment(name, swiglu(sizes, speeds, name), kept[name], (exchange, exchange), speeds)
 
 
@@ -249,7 +240,8 @@ def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: in
     for name in ("mlp", "shared_experts"):
         if name in segments and dense_ffn_size(model, name) and name in whole | parts:
             first, _ = swiglu(sizes, speeds, name)
-            add(name, first.forward + (along_tp(sizes, speeds) if name in whole else 0.0))
+            gathers = sizes.ranks_of(name) > 1 and name in whole
+            add(name, first.forward + gathers * along_tp(sizes, speeds))
     if "moe_router" in whole:
         add("moe_router", gate(sizes, speeds).forward)
     if "moe_experts" in whole:

@@ -173,6 +173,10 @@ class Sizes:
     def gathered(self) -> int:
         return self.tokens * self.layout.tp
 
+    def ranks_of(self, segment: str) -> int:
+        """Return how many ranks share a dense segment's matrices, and gather their tokens for it."""
+        return 1 if segment == "shared_experts" else self.layout.tp
+
     @property
     def exchanging(self) -> int:
         return 1 if self.layout.ring else self.layout.cp

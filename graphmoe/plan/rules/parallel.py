@@ -20,7 +20,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import MAX_MASKED_HEAD, attention_facts, is_hybrid
-from graphmoe.plan.experts import has_experts, num_dense
+from graphmoe.plan.experts import num_dense
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.rules.model import splits_backward
@@ -323,7 +323,5 @@ def _shared(model: ModelConfig, seq_len: int) -> Iterator[tuple[str, int, str]]:
         yield "model.linear_value_heads", model.linear_value_heads, "value heads"
     if num_dense(model):
         yield "model.dense_ffn_size", model.dense_ffn_size, "width of the dense MLP"
-    if has_experts(model):
-        yield "model.shared_ffn_size", model.shared_ffn_size, "width of the shared experts"
     yield "model.vocab_size", model.vocab_size, "rows of embedding and head"
     yield "data.seq_len", seq_len, "tokens of a sequence"

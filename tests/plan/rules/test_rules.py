@@ -45,7 +45,6 @@ OVERLAP passes.disabled=[split_backward] | let the pass split_backward run
 parallel.tp=2 model.num_heads=3 | attention heads that it splits; use parallel.tp=1, or model.num_heads=2 or 4
 parallel.tp=4 model.attention=gqa model.num_kv_heads=2 | use parallel.tp=1 or 2, or model.num_kv_heads=4 or 8
 parallel.tp=2 model.dense_ffn_size=9 | model.dense_ffn_size=9, the width of the dense MLP
-parallel.tp=2 model.shared_ffn_size=9 | model.shared_ffn_size=9, the width of the shared experts
 parallel.tp=2 model.vocab_size=4097 | model.vocab_size=4097, the rows of embedding and head
 parallel.tp=2 data.seq_len=63 | data.seq_len=63, the tokens of a sequence
 parallel.tp=2 model.context_length=63 | data.seq_len=63, the tokens of a sequence

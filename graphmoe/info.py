@@ -88,7 +88,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     from graphmoe.optim.storage import kept_of
 
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
-    optim, dp_shard = plan.optim, plan.parallel.dp_shard
+    optim = plan.optim
     kept = kept_of(optim)
     state = functools.partial(
         state_bytes,
@@ -96,12 +96,13 @@ def describe(plan: Plan) -> dict[str, Any]:
         bucket_mb=optim.bucket_mb,
         kept=kept,
         grad_shard=optim.grad_shard,
+        weight_places=plan.weight_places,
         offload=optim.offload,
     )
     names = {**KINDS, "moments": "slots" if optim.offload else f"moments_{optim.moment_dtype}"}
     names["grads"] = f"gradients_{optim.grad_dtype}"
     stages_of = [plan.own_stages(place) for place in range(layout.pp)]
-    of_places = [_whole_bytes(state(layout, stages, dp_shard=dp_shard), names) for stages in stages_of]
+    of_places = [_whole_bytes(state(layout, stages), names) for stages in stages_of]
     on_host = [
         host_bytes(model, layout, stages, bucket_mb=optim.bucket_mb, kept=kept)
         for stages in stages_of

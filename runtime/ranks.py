@@ -107,25 +107,44 @@ class Mesh:
         self.layout = layout
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._groups: dict[Axis, dist.ProcessGroup] = {}
+        self._shards: dict[Axis, dist.ProcessGroup] = {}
+        self._replicas: dict[Axis, dist.ProcessGroup] = {}
         made: dict[tuple[Any, ...], dist.ProcessGroup] = {}
         for axis in AXES:
             groups = layout.groups(axis)
             # Axes with the same ranks share a group. Reduced gradients and gathered weights get their own: a
             # communicator runs its operations in order, and these would wait for the model's collectives.
             key = (axis in SUMMED_OVER, *groups)
-            if layout.size(axis) > 1 and key not in made:
-                made[key], _ = dist.new_subgroups_by_enumeration(
-                    [list(group) for group in groups], timeout=COLLECTIVE_TIMEOUT
-                )
             if layout.size(axis) > 1:
-                self._groups[axis] = made[key]
+                self._groups[axis] = self._shards[axis] = _group(made, key)
+            if axis in SUMMED_OVER and layout.num_shards(axis) < layout.size(axis):
+                self._shards[axis] = _group(made, (True, *layout.shard_groups(axis)))
+                self._replicas[axis] = _group(made, (True, *layout.replica_groups(axis)))
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
         """Return an axis's process group; None if its size is 1."""
         return self._groups.get(axis)
 
+    def shard_group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Return the ranks that shard what an axis's ranks have alike; None if the axis has one rank."""
+        return self._shards.get(axis)
+
+    def replica_group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Return an axis's ranks with the same shards; None if they have different ones."""
+        return self._replicas.get(axis)
+
     def index(self, axis: Axis) -> int:
         return self.layout.index(axis, self.rank)
+
+    def shard_index(self, axis: Axis) -> int:
+        return next(ranks.index(self.rank) for ranks in self.layout.shard_groups(axis) if self.rank in ranks)
+
+
+def _group(made: dict[tuple[Any, ...], dist.ProcessGroup], key: tuple[Any, ...]) -> dist.ProcessGroup:
+    if key not in made:
+        groups = [list(group) for group in key[1:]]
+        made[key], _ = dist.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
+    return made[key]
 
 
 def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -243,6 +243,9 @@ class ParallelConfig:
     dp_shard: DpShard = DpShard.zero1
     """Sharded over ranks with equal weights: zero1 (master weights, moments), fsdp2 (weights and gradients
     too)."""
+    dp_shard_size: RankCount | None = None
+    """Consecutive ranks over which fsdp2 shards, such as those of a node, > 0; other ranks have the same
+    shards. null: all."""
 
 
 @dataclass

@@ -47,13 +47,18 @@ def build_model(
 
 
 @torch.no_grad()
-def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Allocate parameters (unset) and buffers (zeros) of a meta module; ties stay tied."""
+def materialise(module: nn.Module, device: torch.device | str, *, allocates: bool = True) -> None:
+    """Allocate parameters (unset) and buffers (zeros) of a meta module; ties stay tied.
+
+    Without ``allocates``, a parameter gets its shape and device, but the memory of one element.
+    """
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             if old not in made and isinstance(old, nn.Parameter):
-                made[old] = nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+                one = torch.empty((), dtype=old.dtype, device=device).expand(old.shape)
+                data = torch.empty_like(old, device=device) if allocates else one
+                made[old] = nn.Parameter(data, old.requires_grad)
                 made[old].parallel = layout_of(old)  # type: ignore[attr-defined]
             elif old not in made:
                 made[old] = torch.zeros_like(old, device=device)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
+from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.attention import is_hybrid, is_linear, model_of_layer
 from graphmoe.plan.buckets import (
@@ -125,9 +125,9 @@ def state_bytes(
     *,
     bucket_mb: float,
     element_bytes: int = 2,
-    dp_shard: DpShard = DpShard.zero1,
     kept: Sequence[Kept] = (Kept(FP32, 2 * FP32),),
     grad_shard: bool = False,
+    weight_places: int = 0,
     offload: bool = False,
 ) -> dict[str, float]:
     """Return bytes of state by kind, on each rank that has these stages (by default all).
@@ -136,31 +136,26 @@ def state_bytes(
     are in host memory (``host_bytes``), and "moments" are the device's slots for pieces of them.
 
     Flat buffers hold whole weights and gradients, and a rank's shard of all. With ``grad_shard`` slots hold
-    the gradients of several ranks. bf16 weights have fp32 master weights. With fsdp2 all is sharded; weights
-    gathered for a layer are not counted. Frozen weights are ``params`` only, once.
+    the gradients of several layers, with `graphmoe.plan.slots.weight_places` weights too. bf16 weights have
+    fp32 master weights. Frozen weights are ``params`` only, once.
     """
     found = dict.fromkeys(STATE_KINDS, 0.0)
-    if dp_shard is DpShard.fsdp2:
-        owned = count_parameters(model)["total"]["full"] / layout.size("world")
-        return {
-            **found,
-            "grads": FP32 * owned,
-            "main_params": FP32 * owned,
-            "moments": kept[0].moments * owned,
-        }
     weights = rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)])
     found["params"] += element_bytes * sum(w.numel() for w in weights if not w.requires_grad)
     buffers, slot = [*_flat_buffers(model, layout, stages, bucket_mb, len(kept) > 1)], 0
-    if grad_shard:
-        found["grads"] += kept[0].gradient * sum(_slots(model, layout, stages, buffers).lengths)
+    has_slots = grad_shard or weight_places > 0
+    if has_slots:
+        slots = _slots(model, layout, stages, buffers)
+        found["grads"] += kept[0].gradient * sum(slots.lengths)
+        found["params"] += element_bytes * slots.weight_length(weight_places) * (weight_places > 0)
     if kept[0].gradient != FP32:  # a bucket at a time is reduced in fp32
         buckets = [bucket for each in buffers if each.ranks > 1 for bucket in each.layout.buckets]
         found["grads"] += FP32 * max((b.whole.stop - b.whole.start for b in buckets), default=0)
     for _, buffer, ranks, matrices, pieces in buffers:
         size, shard = buffer.size, buffer.shard_size
-        found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
-        whole = 0 if grad_shard and ranks > 1 else size
-        found["grads"] += kept[0].gradient * whole + FP32 * (shard if ranks > 1 else 0)
+        own_shard, whole = (shard, 0 if has_slots else size) if ranks > 1 else (0, size)
+        found["params"] += element_bytes * (own_shard + (size if whole or not weight_places else 0))
+        found["grads"] += FP32 * own_shard + kept[0].gradient * whole
         own, rows = kept[0], shard // ALIGNMENT
         if matrices is not None:
             own, rows = kept[1], sum(count * shape.rows for shape, count in matrices.items())
@@ -247,13 +242,14 @@ def _flat_buffers(
         families.setdefault(key, {})[name] = weight
     for (_, is_matrix), named in families.items():
         names, weights = [*named], [*named.values()]
-        ranks = layout.size(layout_of(weights[0]).summed_over)
+        axis = layout_of(weights[0]).summed_over
+        ranks, shards = layout.size(axis), layout.num_shards(axis)
         if not is_matrix:
-            buffer = BufferLayout.of(weights, ranks, 0, bucket_mb * 1e6 / FP32)
+            buffer = BufferLayout.of(weights, shards, 0, bucket_mb * 1e6 / FP32)
             size = min(max(buffer.decayed, buffer.shard_size - buffer.decayed), PIECE_ELEMENTS)
             yield _Buffer(named, buffer, ranks, None, [(size, size // ALIGNMENT)])
             continue
-        buffer, matrices = BufferLayout.of_matrices(weights, ranks, 0), Counter[Matrices]()
+        buffer, matrices = BufferLayout.of_matrices(weights, shards, 0), Counter[Matrices]()
         parts = list[tuple[slice, Matrices]]()
         for i, _, part in buffer.own_ranges(weights):
             shape = matrices_of(names[i], weights[i])

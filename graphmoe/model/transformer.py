@@ -360,19 +360,6 @@ class Transformer(nn.Module):
         places = [place for place, layer in enumerate(moe_layers(self.config)) if layer in here]
         return range(places[0], places[-1] + 1) if places else range(0)
 
-    def blocks(self) -> list[tuple[nn.Module, ...]]:
-        """Return groups of modules that a forward uses at once, in order; each parameter is in one."""
-        found: list[tuple[nn.Module, ...]] = [(self.embed,), *((layer,) for layer in self.layers)]
-        # a tied weight is in one block only
-        if self.config.tie_embeddings:
-            found[0] = self.embed, self.loss_head
-        else:
-            found.append((self.loss_head,))
-        for layer in self.mtp:
-            assert isinstance(layer, MtpLayer)
-            found += [(layer.embed_norm, layer.hidden_norm, layer.proj, layer.layer), (layer.norm,)]
-        return found
-
     def _stack(self, outputs: list[MoEOutput], device: torch.device) -> tuple[Tensor, Tensor]:
         if not outputs:
             no_counts = torch.zeros(0, self.config.num_experts, device=device, dtype=torch.int32)

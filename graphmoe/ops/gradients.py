@@ -6,10 +6,13 @@ the first of the next micro-batch stores.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+Use = Literal["forward", "backward", "autograd"]
+"""What reads a gathered parameter; autograd's backward reads it at the forward's address."""
 PendingWeightGrads = list[Callable[[], object]]  # deferred wgrad calls, in the order of dgrad
 PIECE_ELEMENTS = 2**24  # elements rounded at once by eager code, which bounds its temporary memory
 _GOLDEN = -1640531535  # 2^32 divided by the golden ratio, odd
@@ -27,6 +30,8 @@ class Gradient:
         self.begun = False  # on the host, so nothing syncs: total holds a gradient of this step
         self.on_added: Callable[[], None] | None = None
         self.before_write: Callable[[], None] | None = None  # makes ``total`` this gradient's, if shared
+        self.gathers: Callable[[Use], None] | None = None  # the parameter, if its memory is shared
+        self.weight_in_backward: Tensor | None = None  # the parameter's view there; None: the parameter
 
     def add(self, value: Tensor) -> None:
         if have_begun([self]):
@@ -126,3 +131,41 @@ def mixed(h: Tensor) -> Tensor:
     h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789
     h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387
     return h ^ ((h >> 16) & 0xFFFF)
+
+
+def gather_weights(gradients: Sequence[Gradient], use: Use) -> None:
+    """Let the current stream wait until these gradients' parameters are readable. A collective."""
+    for gather in dict.fromkeys(gradient.gathers for gradient in gradients):
+        if gather is not None:
+            gather(use)
+
+
+def with_gathered_weights(
+    gradients: Sequence[Gradient], run: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Return the results of ``run``, which reads these gradients' parameters, and so does its backward."""
+    sharded = [gradient for gradient in gradients if gradient.gathers is not None]
+    gather_weights(sharded, "forward")
+    results = run()
+    places = [i for i, result in enumerate(results) if sharded and result.requires_grad]
+    if not places:
+        return results
+    found = [*results]
+    for i, result in zip(places, _Again.apply(sharded, *(results[i] for i in places)), strict=True):
+        found[i] = result
+    return tuple(found)
+
+
+class _Again(torch.autograd.Function):
+    """The identity, whose backward gathers the weights that the backwards behind it read."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Gradient], *results: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return tuple(result.view_as(result) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        gather_weights(ctx.gradients, "autograd")
+        return None, *gradients

@@ -1,4 +1,4 @@
-"""Optimizer interface; counters, schedule, norm and clipping shared by `zero1` and `fsdp`."""
+"""Optimizer interface; counters, schedule, norm and clipping shared by updates of any kind."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -158,11 +158,13 @@ class StepOptimizer(ABC):
         return torch.linalg.vector_norm(norms).float()
 
 
-def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the joint norm of all gradients; fp64 on a CPU."""
+def norm_of(gradients: Sequence[Tensor], counted_by: Sequence[int] = ()) -> Tensor:
+    """Return the joint norm of gradients, each counted by one or that number of ranks; fp64 on a CPU."""
     # An eager CPU norm sums elements one by one: fp32 would lose three digits.
     dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
+    for i, count in enumerate(counted_by):
+        norms[i] = norms[i] if count == 1 else norms[i] * count**-0.5
     return torch.linalg.vector_norm(torch.stack(norms))
 
 

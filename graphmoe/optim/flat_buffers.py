@@ -13,7 +13,7 @@ If the rule updates whole matrices, these have buffers of their own, in which ea
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from graphmoe.plan.slots import gradient_slots
 from graphmoe.runtime.ranks import Mesh
 
 PLAIN = Storage()
+Fill = Callable[[Collection[Tensor]], object]
+"""Sets the first values of parameters, in place."""
 
 
 class Family:
@@ -47,26 +49,37 @@ class Family:
         of_matrices: bool = False,
         storage: Storage = PLAIN,
         shares_slots: bool = False,
+        fill: Fill | None = None,
     ) -> None:
         """``order``: each weight's index in ``model.parameters()``.
 
-        With ``shares_slots`` and a group `share_gradients` allocates the gradients.
+        With ``shares_slots`` and a group `share_memory` allocates the gradients; with ``fill``, which sets
+        weights without memory, the weights too.
         """
         self.mesh, self.storage = mesh, storage
         self.rule, self.of_matrices = rule, of_matrices
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
-        self.group = mesh.group(axis)  # None if this rank owns everything
-        ranks, index = (mesh.layout.size(axis), mesh.index(axis)) if self.group is not None else (1, 0)
+        self.group = mesh.shard_group(axis)  # None if this rank owns everything
+        self.replicas = mesh.replica_group(axis)  # ranks with the same shards; None: none has
+        ranks, index = mesh.layout.num_shards(axis), mesh.shard_index(axis)
+        self.num_replicas = mesh.layout.size(axis) // ranks
         if of_matrices:
             self.layout = BufferLayout.of_matrices(self.weights, ranks, index)
         else:
             self.layout = BufferLayout.of(self.weights, ranks, index, bucket_elements)
         dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.layout.size
-        self.weight = torch.zeros(size, dtype=dtype, device=device)  # unsharded weights that the model reads
-        with torch.no_grad():  # move the parameters into it
-            for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
-                view.copy_(weight)
-                weight.data = view
+        self.device, self.fill = device, fill
+        self._wholes: dict[int, list[Tensor]] = {}  # weights of buckets by their start, if in slots
+        # unsharded weights that the model reads; None if they are in slots
+        in_slots = fill is not None and self.group is not None
+        self.weight = None if in_slots else torch.zeros(size, dtype=dtype, device=device)
+        if self.weight is not None:
+            with torch.no_grad():  # move the parameters into it
+                for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
+                    view.copy_(weight)
+                    weight.data = view
+                if fill is not None:
+                    fill({*self.weights})
         # this rank's unreduced gradients; None if they are in slots
         self.grad: Tensor | None = None
         if not shares_slots or self.group is None:
@@ -75,7 +88,10 @@ class Family:
         self._gradients: dict[int, Tensor] = {}  # of buckets, by their start
         if self.grad is not None:
             self._gradients = {b.whole.start: self.grad[b.whole] for b in self.layout.buckets}
-        self.weight_shard = self._own(self.weight)
+        if self.weight is None:
+            self.weight_shard = torch.zeros(self.layout.shard_size, dtype=dtype, device=device)
+        else:
+            self.weight_shard = self._own(self.weight)
         zeros = functools.partial(host_zeros if storage.offload else torch.zeros, device=device)
         # master weights; ``weight_shard`` itself if that is fp32 or there are none
         self.main = self.weight_shard
@@ -110,6 +126,30 @@ class Family:
     def place_gradient(self, bucket: Bucket, at: Tensor) -> None:
         """Let the front of ``at`` [N] hold this rank's unreduced gradients of a bucket."""
         self._gradients[bucket.whole.start] = at[: bucket.whole.stop - bucket.whole.start]
+
+    @torch.no_grad()
+    def place_weights(self, bucket: Bucket, at: Sequence[Tensor]) -> None:
+        """Let the fronts of ``at`` hold a bucket's weights, parameters in the first; set their values."""
+        assert self.fill is not None
+        start = bucket.whole.start
+        wholes = self._wholes[start] = [each[: bucket.whole.stop - start] for each in at]
+        wholes[0].zero_()
+        for i in bucket.members:
+            self.weights[i].data = self.weight_in(bucket, 0, i)
+        self.fill({self.weights[i] for i in bucket.members})
+        self.weight_shard[bucket.shard].copy_(wholes[0][bucket.own.start - start : bucket.own.stop - start])
+        if self.main is not self.weight_shard:
+            self.main[bucket.shard].copy_(self.weight_shard[bucket.shard])
+
+    @property
+    def wholes(self) -> list[Tensor]:
+        """Return the memory of unsharded weights: the whole buffer, or each bucket's in its slots."""
+        return [each for of in self._wholes.values() for each in of] if self.weight is None else [self.weight]
+
+    def weight_in(self, bucket: Bucket, place: int, i: int) -> Tensor:
+        """Return parameter ``i`` in the bucket's slot number ``place``."""
+        start, weight = self.layout.starts[i] - bucket.whole.start, self.weights[i]
+        return self._wholes[bucket.whole.start][place][start : start + weight.numel()].view(weight.shape)
 
     def gradient_views(self) -> dict[str, Tensor]:
         """Return this rank's unreduced gradients by parameter name."""
@@ -218,11 +258,19 @@ class Family:
         whole = self.gradient(bucket)
         return whole if self.staging is None else self.staging.copy(whole, release)
 
-    def gather(self, bucket: Bucket) -> dist.Work:
-        return self._gather(bucket, self.weight_shard, self.weight)
+    def sum_replicas(self) -> None:
+        """Add up the reduced gradients of the ranks with the same shards."""
+        if self.replicas is not None:
+            dist.all_reduce(self.grad_shard, group=self.replicas)
 
-    def _gather(self, bucket: Bucket, shards: Tensor, into: Tensor) -> dist.Work:
-        shard, whole = shards[bucket.shard].to(into.device), into[bucket.whole]
+    def gather(self, bucket: Bucket, place: int = 0) -> dist.Work:
+        """Start the gather of a bucket's weights; if they are in slots, into number ``place`` of them."""
+        if self.weight is None:
+            return self._gather(bucket, self.weight_shard, self._wholes[bucket.whole.start][place])
+        return self._gather(bucket, self.weight_shard, self.weight[bucket.whole])
+
+    def _gather(self, bucket: Bucket, shards: Tensor, whole: Tensor) -> dist.Work:
+        shard = shards[bucket.shard].to(whole.device)
         if bucket.owner is None:
             return all_gather_into(whole, shard, group=self.group, async_op=True)
         if shard.numel():
@@ -234,13 +282,13 @@ class Family:
         if self.group is None:
             return self.views(shard)
         if into is None:
-            into = torch.zeros(self.layout.size, dtype=shard.dtype, device=self.weight.device)
+            into = torch.zeros(self.layout.size, dtype=shard.dtype, device=self.device)
         for bucket in self.layout.buckets:
-            self._gather(bucket, shard, into).wait()
+            self._gather(bucket, shard, into[bucket.whole]).wait()
         return self.views(into)
 
     def shard_weights(self) -> None:
-        if self.group is not None:
+        if self.group is not None and self.weight is not None:
             self.weight_shard.copy_(self._own(self.weight))
 
     def _own(self, whole: Tensor) -> Tensor:
@@ -252,7 +300,7 @@ class Staging:
 
     def __init__(self, families: Sequence[Family]) -> None:
         lengths = [b.whole.stop - b.whole.start for f in families for b in f.layout.buckets]
-        self.memory = torch.empty(max(lengths), device=families[0].weight.device)
+        self.memory = torch.empty(max(lengths), device=families[0].device)
         self._release: Callable[[], None] | None = None
 
     def copy(self, gradients: Tensor, release: Callable[[], None]) -> Tensor:
@@ -265,7 +313,7 @@ class Staging:
 
 def families_of(
     model: nn.Module, mesh: Mesh, bucket_elements: float, rule: UpdateRule, storage: Storage = PLAIN,
-    *, shares_slots: bool = False,
+    *, shares_slots: bool = False, fill: Fill | None = None,
 ) -> list[Family]:  # fmt: skip
     """Group the model's trained parameters by the ranks that reduce their gradients, and by update."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
@@ -280,7 +328,7 @@ def families_of(
         axis = layout_of(next(iter(weights.values()))).summed_over
         places = [order[name] for name in weights]
         own = rule.matrices if rule.matrices and is_matrix else rule
-        named = {"of_matrices": is_matrix, "storage": storage, "shares_slots": shares_slots}
+        named = {"of_matrices": is_matrix, "storage": storage, "shares_slots": shares_slots, "fill": fill}
         found.append(Family(weights, places, mesh, axis, bucket_elements, own, **named))
     reduced = [family for family in found if family.group is not None]
     if reduced and storage.gradients != torch.float32:
@@ -301,19 +349,28 @@ SharedSlots = Sequence[Sequence[tuple[Family, Bucket]]]
 """The buckets of each slot that several have."""
 
 
-def share_gradients(families: Sequence[Family], names: Iterable[str]) -> SharedSlots:
-    """Allocate gradients of sharded families in slots; ``names`` of all of the model's parameters."""
+def share_memory(families: Sequence[Family], names: Iterable[str], num_places: int = 1) -> SharedSlots:
+    """Allocate gradients, and weights, of sharded families in slots; ``names`` of all parameters.
+
+    ``num_places``: slots of weights for each slot of gradients.
+    """
     sharded = [family for family in families if family.grad is None]
     buffers = [(f.layout, dict(zip(f.names, f.weights, strict=True))) for f in sharded]
     buckets = [(family, bucket) for family in sharded for bucket in family.layout.buckets]
     slots = gradient_slots(buffers, names)
-    like = sharded[0].weight if sharded else torch.empty(0)
+    device = families[0].device
     dtypes = {family.storage.gradients for family in sharded}
-    memory = [like.new_zeros(length, dtype=dtype) for length in slots.lengths for dtype in dtypes]
+    memory = [torch.zeros(n, dtype=dtype, device=device) for n in slots.lengths for dtype in dtypes]
+    weights: dict[int, list[Tensor]] = {}
     shared: dict[int, list[tuple[Family, Bucket]]] = {}
     for number, (family, bucket) in enumerate(buckets):
-        slot = slots.of_buckets[number]
+        slot, is_shared = slots.of_buckets[number], slots.is_shared(number)
         family.place_gradient(bucket, memory[slot])
-        if slots.is_shared(number):
+        if family.weight is None:
+            empty = functools.partial(torch.zeros, slots.lengths[slot], dtype=family.weight_shard.dtype)
+            if slot not in weights:
+                weights[slot] = [empty(device=device) for _ in range(num_places if is_shared else 1)]
+            family.place_weights(bucket, weights[slot])
+        if is_shared:
             shared.setdefault(slot, []).append((family, bucket))
     return [*shared.values()]

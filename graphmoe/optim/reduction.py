@@ -96,8 +96,11 @@ class _BucketSum:
 class WeightGather:
     """All-gathers buckets of weights that other ranks updated, in forward order."""
 
-    def __init__(self, families: Sequence[Family]) -> None:
-        self._queue = in_forward_order(families)
+    def __init__(self, families: Sequence[Family], shared: SharedSlots = ()) -> None:
+        """``shared``: buckets that `weight_slots.WeightSlots` gathers instead."""
+        others = {(id(family), bucket.whole.start) for slot in shared for family, bucket in slot}
+        queue = in_forward_order(families)
+        self._queue = [(f, bucket) for f, bucket in queue if (id(f), bucket.whole.start) not in others]
         self._bucket_of = {
             id(family.weights[i]): number
             for number, (family, bucket) in enumerate(self._queue)

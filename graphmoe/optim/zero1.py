@@ -1,7 +1,8 @@
 """ZeRO-1 (arXiv 1910.02054): fp32 master weights sharded in flat buffers. No device sync.
 
 A step reduce-scatters gradients, computes the norm and updates shards; the next one gathers weights. With
-``optim.grad_shard`` (ZeRO-2) gradients are reduced after each micro-batch and added up in shards.
+``optim.grad_shard`` (ZeRO-2) gradients are reduced after each micro-batch and added up in shards, and with
+``parallel.dp_shard=fsdp2`` (ZeRO-3) weights are gathered for each use.
 """
 
 import functools
@@ -17,15 +18,18 @@ from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import GradDtype, MasterDtype, OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
-from graphmoe.optim.flat_buffers import families_of, share_gradients
+from graphmoe.optim.flat_buffers import Fill, families_of, share_memory
 from graphmoe.optim.offload import HostState
 from graphmoe.optim.qk_clip import QkClip
 from graphmoe.optim.reduction import GradientReduction, WeightGather
 from graphmoe.optim.rule import StepScalars
 from graphmoe.optim.shared_slots import SlotReduction
 from graphmoe.optim.storage import Kind, Region, Storage, update_stored
+from graphmoe.optim.weight_slots import WeightSlots
 from graphmoe.plan.layout import ALONE, layout_of
+from graphmoe.plan.slots import layers_of
 from graphmoe.runtime.capture import TensorSlot
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
@@ -37,13 +41,16 @@ T = TypeVar("T")
 class Optimizer(StepOptimizer):
     """StepOptimizer over flat buffers, which the model's parameters become views of."""
 
-    model_is_whole = True
-
     def __init__(
-        self, model: nn.Module, optim: OptimConfig, train: TrainConfig, mesh: Mesh | None = None
-    ) -> None:
+        self, model: nn.Module, optim: OptimConfig, train: TrainConfig, mesh: Mesh | None = None, *,
+        fill: Fill | None = None, in_turns: bool = False,
+    ) -> None:  # fmt: skip
+        """``fill`` sets weights, which are without memory yet: they are sharded too (ZeRO-3).
+
+        ``in_turns``: forwards and backwards of two micro-batches run in turns.
+        """
         super().__init__(optim, train, mesh or Mesh(ALONE), next(model.parameters()).device)
-        self.model = model
+        self.model, self.model_is_whole = model, fill is None
         trained, self.frozen = dict[str, nn.Parameter](), dict[str, Tensor]()
         for name, weight in model.named_parameters():
             (trained if weight.requires_grad else self.frozen)[name] = weight
@@ -55,9 +62,11 @@ class Optimizer(StepOptimizer):
         rounds_sums = is_rounded and optim.grad_dtype is GradDtype.bf16
         dtype = torch.bfloat16 if rounds_sums else torch.float32
         storage = Storage(optim.moment_dtype, in_place, train.seed, optim.offload, dtype)
-        how = {"shares_slots": optim.grad_shard}
-        self.families = families_of(model, self.mesh, elements, self.rule, storage, **how)
-        of_slots = share_gradients(self.families, [name for name, _ in model.named_parameters()])
+        self._shards_gradients = optim.grad_shard or fill is not None
+        named = [name for name, _ in model.named_parameters()]
+        made = model, self.mesh, elements, self.rule, storage
+        self.families = families_of(*made, shares_slots=self._shards_gradients, fill=fill)
+        of_slots = share_memory(self.families, named, 1 + in_turns)
         self.rounds = is_rounded and not in_place
         self.update_stored = update_stored
         totals = self._by_name({name: g for f in self.families for name, g in f.gradient_views().items()})
@@ -75,14 +84,18 @@ class Optimizer(StepOptimizer):
         for weight in self.weights:
             weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
         self.qk_clip = QkClip(model, self.families, self.mesh, optim.qk_clip) if optim.qk_clip else None
-        regions = [region for family in self.families for region in family.regions()]
+        pairs = [(family, region) for family in self.families for region in family.regions()]
+        regions = [region for _, region in pairs]
+        self._counted_by = [family.num_replicas for family, _ in pairs]  # ranks that have the same shard
         self._gradient_shards = [region.grad for region in regions]
         self._host = HostState(regions, self.applied.device) if optim.offload else None
         self._pieces: dict[Kind, Function] = {}  # compiled updates of staged pieces
         self._regions = [] if self._host else regions  # updated at once
         self._reduction = GradientReduction(self.families, gradients, of_slots)
         self._slot_reduction = SlotReduction(of_slots, gradients)
-        self._weight_gather = WeightGather(self.families)
+        in_slots = [] if fill is None else of_slots
+        self._weight_gather = WeightGather(self.families, in_slots)
+        self._weight_slots = WeightSlots(in_slots, gradients, layers_of(named), 1 + in_turns)
         self.weight_forms: WeightForms = WeightForms(self._restorable())
         self._alone = self.mesh.group("world") is None
         self._norm: Function = self._norm_of_shards
@@ -106,12 +119,15 @@ class Optimizer(StepOptimizer):
         self._update = compiler(functools.partial(self._update, fused=False), arguments)
 
     def executor(self, execute: Executor) -> Executor:
+        if not (self.model_is_whole or isinstance(execute, CompiledSegments)):  # its units gather weights
+            execute = functools.partial(self._weight_slots.execute, execute)
         if self.qk_clip is not None:
             execute = functools.partial(self.qk_clip.execute, execute)
         return execute if self._alone else functools.partial(self._weight_gather.execute, execute)
 
     def start_gather(self) -> None:
         self.weight_forms.changed()
+        self._weight_slots.changed()
         self._weight_gather.start()
 
     def restore_weights(self) -> None:
@@ -126,8 +142,11 @@ class Optimizer(StepOptimizer):
         if self._host:
             self._host.start()
         self._weight_gather.wait()  # reads what the update writes
+        self._weight_slots.settle()
         self._slot_reduction.finish()
         self._reduction.finish()
+        for family in self.families:
+            family.sum_replicas()
         for gradient in self._gradients.values():
             gradient.finish()
         arguments = self._arguments(loss.detach().float())
@@ -148,7 +167,8 @@ class Optimizer(StepOptimizer):
 
     def model_state(self) -> dict[str, Tensor | FlatShard]:
         self.gather()
-        return shards_of(self.model, self.mesh.layout, self.mesh.rank)
+        own = {} if self.model_is_whole else self._none_owned() | self._entries("weight_shard")
+        return shards_of(self.model, self.mesh.layout, self.mesh.rank, own)
 
     def restored(self, state: Mapping[str, Any]) -> None:
         super().restored(state)
@@ -205,12 +225,13 @@ class Optimizer(StepOptimizer):
         ``optim.grad_shard`` this rank's shards, which are filled in place.
         """
         frozen = {name: weight.detach() for name, weight in self.frozen.items()}
-        if (self.config.grad_shard or self._keys is not None) and not self._alone:
-            here = self.mesh.layout, self.mesh.rank
-            pairs = zip(self.names, self.weights, strict=True)
-            none = {n: FlatShard(w.detach().view(-1)[:0], 0, w.shape, layout_of(w), *here) for n, w in pairs}
-            return none | self._entries("main") | frozen
+        if (self._shards_gradients or self._keys is not None) and not self._alone:
+            return self._none_owned() | self._entries("main") | frozen
         return self._gathered_main() | frozen
+
+    def _none_owned(self) -> dict[str, FlatShard]:
+        here, pairs = (self.mesh.layout, self.mesh.rank), zip(self.names, self.weights, strict=True)
+        return {n: FlatShard(w.detach().view(-1)[:0], 0, w.shape, layout_of(w), *here) for n, w in pairs}
 
     def _gathered_main(self) -> dict[str, Tensor]:
         self._settle()
@@ -253,9 +274,9 @@ class Optimizer(StepOptimizer):
         found: dict[str, Any] = {}
         self._settle()
         for family in self.families:
-            if kind != "main" and kind not in family.moments:
+            if kind not in (*family.moments, "main", "weight_shard"):
                 continue
-            flat = family.main if kind == "main" else family.moment(kind)
+            flat = family.moment(kind) if kind in family.moments else getattr(family, kind)
             weights = dict(zip(family.names, family.weights, strict=True))
             if self._alone:
                 found |= family.views(flat)
@@ -295,7 +316,7 @@ class Optimizer(StepOptimizer):
         return ()
 
     def _norm_of_shards(self, *gradients: Tensor) -> tuple[Tensor]:
-        return (norm_of(gradients),)
+        return (norm_of(gradients, self._counted_by),)
 
     def _norm_and_update(self, *arguments: Tensor, fused: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         flats = arguments[-sum(len(region.tensors) for region in self._regions) :]

@@ -10,11 +10,12 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from graphmoe.config.choices import ContextMethod
+from graphmoe.config.choices import ContextMethod, DpShard
 from graphmoe.config.ranges import ConfigError
 from graphmoe.config.sections import ParallelConfig
 
@@ -58,6 +59,8 @@ class Layout:
     """True if cp ranks circulate keys and values, with chunks in zigzag order; else they exchange heads."""
     embed_on: tuple[int, ...] = (0,)
     """pp indices of the ranks that hold the embedding."""
+    shard_size: int | None = None
+    """Consecutive ranks that together have all shards; None: all ranks with equal weights."""
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Layout:
@@ -78,7 +81,9 @@ class Layout:
                 f"{world_size}; use parallel.dp={dp}, or leave it out"
             )
         ring = config.cp > 1 and config.cp_method is ContextMethod.ring
-        layout = cls(dp, config.tp, config.cp, config.pp, config.ep, config.etp, ring)
+        sizes = dp, config.tp, config.cp, config.pp, config.ep, config.etp
+        shard_size = config.dp_shard_size if config.dp_shard is DpShard.fsdp2 else None
+        layout = cls(*sizes, ring, shard_size=shard_size)
         stage, experts = layout.size("stage"), config.ep * config.etp
         if stage % experts:
             valid = ", ".join(map(str, divisors(stage)))
@@ -88,7 +93,28 @@ class Layout:
                 f"parallel.tp={config.tp}); use parallel.ep * parallel.etp of {valid}"
                 + (f", or launch.nproc={experts * config.pp}" if stage < experts else "")
             )
+        if shard_size and stage > 0 and shard_size not in (blocks := _blocks(stage, config.tp, experts)):
+            raise ConfigError(
+                f"parallel.dp_shard_size={shard_size} does not divide the {stage} ranks of a pipeline stage, "
+                f"with parallel.tp={config.tp} and parallel.ep * parallel.etp = {experts} of them in a row; "
+                f"use {', '.join(map(str, blocks))}, or null"
+            )
         return layout
+
+    def shard_groups(self, axis: Axis) -> list[tuple[int, ...]]:
+        """Return the ranks of each group of the axis that shard its weights together."""
+        groups, most = self.groups(axis), self.shard_size or self.size("world")
+        return [tuple(part) for group in groups for _, part in groupby(group, lambda rank: rank // most)]
+
+    def replica_groups(self, axis: Axis) -> list[tuple[int, ...]]:
+        """Return the ranks of each group of the axis that have the same shards."""
+        parts, shards = self.shard_groups(axis), self.num_shards(axis)
+        each = self.size(axis) // shards
+        groups = [parts[i : i + each] for i in range(0, len(parts), each)]
+        return [ranks for group in groups for ranks in zip(*group, strict=True)]
+
+    def num_shards(self, axis: Axis) -> int:
+        return len(self.shard_groups(axis)[0])
 
     @property
     def edp(self) -> int:
@@ -119,6 +145,11 @@ class Layout:
         outside = [i for i, name in enumerate(folding) if name not in spanned]
         inside = [i for i, name in enumerate(folding) if name in spanned]
         return [*map(tuple, ranks.transpose(outside + inside).reshape(-1, self.size(axis)).tolist())]
+
+
+def _blocks(stage: int, *rows: int) -> list[int]:
+    """Return the sizes of equal blocks of consecutive ranks that cut none of the ``rows``, or them evenly."""
+    return [size for size in divisors(stage) if not any(size % row and row % size for row in rows)]
 
 
 ALONE = Layout()

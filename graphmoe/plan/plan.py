@@ -42,6 +42,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.recompute import Recompute
+from graphmoe.plan.slots import weight_places
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 if TYPE_CHECKING:
@@ -98,6 +99,10 @@ class Plan(ExpertPlan, Arrivals):
     @property
     def global_micro_batches(self) -> int:
         return self.num_micro_batches * self.layout.dp
+
+    @property
+    def weight_places(self) -> int:
+        return weight_places(self.parallel.dp_shard, in_turns=self.ep_overlap)
 
     def replica_bytes(self, backends: str) -> int:
         """Return weight and gradient bytes sent per replica and micro-batch; ``backends``: of experts."""

@@ -5,9 +5,11 @@ whole layer is between theirs and its own: a compile unit writes to all buckets 
 bucket's reduction overlaps with the layer after it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from graphmoe.config.schema import DpShard
 from graphmoe.plan.buckets import Bucket, BufferLayout
 from graphmoe.plan.layout import layout_of
 
@@ -39,6 +41,11 @@ class Slots(NamedTuple):
     def is_shared(self, bucket: int) -> bool:
         return self.of_buckets.count(self.of_buckets[bucket]) > 1
 
+    def weight_length(self, places: int) -> int:
+        """Return the elements of slots of weights, of which ``places`` are for each that is shared."""
+        counts = Counter(self.of_buckets)
+        return sum(n * (places if counts[slot] > 1 else 1) for slot, n in enumerate(self.lengths))
+
 
 def slots_of(uses: Sequence[Use]) -> Slots:
     """Assign each use to a free slot, the best fitting, or to a new one if none is free."""
@@ -58,6 +65,14 @@ def slots_of(uses: Sequence[Use]) -> Slots:
     return Slots(tuple(chosen), tuple(lengths))
 
 
+def weight_places(dp_shard: DpShard, *, in_turns: bool) -> int:
+    """Return the number of slots of weights for each slot of gradients; 0 if weights are not sharded.
+
+    ``in_turns``: a forward and a backward take turns, in different layers.
+    """
+    return (1 + in_turns) * (dp_shard is DpShard.fsdp2)
+
+
 Buffer = tuple[BufferLayout, Mapping[str, "Tensor"]]
 """Layout of a buffer, and its parameters in order."""
 
@@ -68,7 +83,7 @@ def gradient_slots(buffers: Iterable[Buffer], names: Iterable[str]) -> Slots:
     A bucket with a parameter that several segments read has a slot of its own, as it gets several gradients
     in a micro-batch.
     """
-    layers = _layers_of(names)
+    layers = layers_of(names)
     found = ((bucket, [*each], [*each.values()]) for layout, each in buffers for bucket in layout.buckets)
     return slots_of([_use(*given, layers) for given in found])
 
@@ -79,7 +94,8 @@ def _use(bucket: Bucket, names: Sequence[str], weights: Sequence["Tensor"], laye
     return Use(min(at), max(at), bucket.whole.stop - bucket.whole.start, is_shared)
 
 
-def _layers_of(names: Iterable[str]) -> dict[str, int]:
+def layers_of(names: Iterable[str]) -> dict[str, int]:
+    """Return each parameter's layer, numbered in the order of ``names``; embedding and head count as one."""
     holders = {name: ".".join(name.split(".")[: 1 + name.startswith(("layers.", "mtp."))]) for name in names}
     indices = {holder: index for index, holder in enumerate(dict.fromkeys(holders.values()))}
     return {name: indices[holder] for name, holder in holders.items()}

@@ -23,6 +23,7 @@ from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_
 from graphmoe.plan.pipeline.schedules.v_shaped import COMPARED
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
+from graphmoe.plan.slots import weight_places
 from graphmoe.project.candidates import Candidate
 from graphmoe.project.step_time import (
     Reduction,
@@ -98,7 +99,7 @@ class Estimates:
 
     def least_bytes(self, layout: Layout) -> float:
         """Return bytes of weights, gradients, optimizer, mean over pp: lower bound of the largest rank's."""
-        return sum(self._state(_of_weights(layout, (0,)), (self._all,)).sizes.values()) / layout.pp
+        return sum(self._state(_of_weights(layout, (0,)), (self._all,), False).sizes.values()) / layout.pp
 
     def pipeline(self, candidate: Candidate) -> ShortPipeline:
         """Return the pipeline of a candidate. *Raises* ConfigError if there is none."""
@@ -143,7 +144,8 @@ class Estimates:
             beside = (self._stage(like, kind, pieces).beside for pieces in place.stages)
             activations += (slots - 1) * sum(beside)
             buffers = communication + self._buffers(like, kind, place.stages, lanes)
-            state = self._state(_of_weights(layout, pipeline.embed_on), place.stages).sizes
+            in_turns = candidate.config.pipeline.ep_overlap
+            state = self._state(_of_weights(layout, pipeline.embed_on), place.stages, in_turns).sizes
             needs.append((place.place, {**state, "activations": activations, "buffers": buffers}))
         return max(needs, key=lambda need: sum(need[1].values()))
 
@@ -162,7 +164,8 @@ class Estimates:
             busiest += len(of_places[0]) * late_start(candidate.config, self.speeds).total
             each, further = self._waits(candidate)
             makespan = busiest * (count * each + (layout.pp - 1) * further)
-        states = [self._state(weights, place.stages) for place in pipeline.places]
+        in_turns = candidate.config.pipeline.ep_overlap
+        states = [self._state(weights, place.stages, in_turns) for place in pipeline.places]
         exposed = exposed_seconds([state.reduction for state in states], count, makespan, self.speeds)
         update = max(state.update_s for state in states)
         host = count * max(sum(stage.host_s for stage in stages) for stages in of_places)
@@ -206,7 +209,7 @@ class Estimates:
         beside = beside_bytes(kept, segments_of(config.graph.scope))
         return _Stage(sum_of("", times), host_s, float(by_segment.total()), float(beside))
 
-    def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
+    def _estimate_state(self, layout: Layout, stages: Stages, in_turns: bool) -> _State:
         optim = self.config.optim
         owned = owned_of(optim, self.model, layout, stages)
         return _State(
@@ -218,9 +221,10 @@ class Estimates:
                 element_bytes=self._plain.element_bytes,
                 kept=kept_of(optim),
                 grad_shard=optim.grad_shard,
+                weight_places=weight_places(self.config.parallel.dp_shard, in_turns=in_turns),
                 offload=optim.offload,
             ),
-            reduction_seconds(optim, replace(self._plain, layout=layout), self.speeds, stages),
+            reduction_seconds(self.config, replace(self._plain, layout=layout), self.speeds, stages),
             update_seconds(optim, owned, self.speeds),
         )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from graphmoe.config.schema import OptimConfig, RunConfig
+from graphmoe.config.schema import DpShard, RunConfig
 from graphmoe.model.sizes import flops_per_token, rank_weights, reduced_elements
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.rates import Speeds
@@ -47,7 +47,7 @@ def step_time(
     if bubble is not None:
         makespan, waits = count * sum(busy) / len(busy) / (1 - bubble), bubble
     owned = [plan.own_stages(place) for place in range(layout.pp)]
-    of_places = [reduction_seconds(config.optim, sizes, speeds, each) for each in owned]
+    of_places = [reduction_seconds(config, sizes, speeds, each) for each in owned]
     gradients = exposed_seconds(of_places, count, makespan, speeds)
     update = max(update_seconds(config.optim, place.owned, speeds) for place in places)
     of_host = [host_seconds(config, of_stage, speeds) for of_stage in times]
@@ -124,28 +124,39 @@ class Reduction(NamedTuple):
     last: float
     """Gradient reduction and weight gather of a step with one micro-batch."""
     earlier: float
-    """Gradient reduction of each micro-batch but one, with ``optim.grad_shard``."""
+    """Gradient reduction of each micro-batch but one, with ``optim.grad_shard``; with fsdp2 gathers too."""
 
 
 def reduction_seconds(
-    optim: OptimConfig, sizes: Sizes, speeds: Speeds, stages: Sequence[StagePieces]
+    config: RunConfig, sizes: Sizes, speeds: Speeds, stages: Sequence[StagePieces]
 ) -> Reduction:
-    """Return the time of a pp rank's gradient reductions and weight gather."""
+    """Return the time of a pp rank's gradient reductions and weight gathers."""
     layout, model = sizes.layout, sizes.model
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
-    last, earlier = Counter[Axis](), Counter[Axis]()
+    trained, earlier = Counter[Axis](), Counter[Axis]()
     for weight in rank_weights(model, layout, stages):
         if weight.requires_grad:
-            last[layout_of(weight).summed_over] += (4 + sizes.element_bytes) * weight.numel()
-    if optim.grad_shard:
+            trained[layout_of(weight).summed_over] += weight.numel()
+    optim, shards_weights = config.optim, config.parallel.dp_shard is DpShard.fsdp2
+    if optim.grad_shard or shards_weights:
         whole = rule_of(optim.name).matrices is not None
         earlier = reduced_elements(model, layout, stages, optim.bucket_mb, whole=whole)
+    # a forward and a backward gather weights, and the last micro-batch's first gather is counted above
+    gathers = sizes.element_bytes * shards_weights
+    last = {a: (4 + sizes.element_bytes) * n + gathers * earlier[a] for a, n in trained.items()}
+    earlier = Counter({axis: (4 + 2 * gathers) * count for axis, count in earlier.items()})
 
     def seconds(num_bytes: Mapping[Axis, int]) -> float:
         pairs = num_bytes.items()
-        return sum(speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in pairs)
+        return sum(speeds.gather(size, layout.num_shards(axis), strides.get(axis, 1)) for axis, size in pairs)
 
-    return Reduction(seconds(last), seconds({axis: 4 * count for axis, count in earlier.items()}))
+    def between_replicas(axis: Axis, num_bytes: int) -> float:
+        shards = layout.num_shards(axis)
+        replicas, stride = layout.size(axis) // shards, shards * strides.get(axis, 1)
+        return 2 * speeds.gather(num_bytes / shards, replicas, stride) if replicas > 1 else 0.0
+
+    of_replicas = sum(between_replicas(axis, 4 * count) for axis, count in trained.items())
+    return Reduction(seconds(last) + of_replicas, seconds(earlier))
 
 
 def exposed_seconds(reductions: Sequence[Reduction], count: int, makespan: float, speeds: Speeds) -> float:

@@ -2,10 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError, DpShard
@@ -15,7 +13,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import forget_graphs
 from graphmoe.optim.base import StepOptimizer
-from graphmoe.optim.fsdp import ShardedOptimizer
+from graphmoe.optim.flat_buffers import Fill
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.experts import room_bytes
 from graphmoe.plan.plan import Plan
@@ -61,31 +59,17 @@ def build(
     elif plan.data.document_mask:
         assert end_token is not None
         model.mask_documents(end_token)
-    if not shards:
-        whole = Optimizer(model, plan.optim, plan.train, mesh)
-        if (by := FORMATS.get(plan.precision.fp8)) and by.is_delayed:
-            tokens = plan.train.global_batch_size * plan.seq_len
-            matrices = {name: w for name, w in model.named_parameters() if w.dim() > 1}
-            whole.weight_forms.keep(DelayedScales(matrices, tokens, mesh.group("stage")))
-        return model, whole
-    fill = functools.partial(_fill, plan, device, mesh, model)
-    optimizer = ShardedOptimizer(model, plan.optim, plan.train, mesh, device, fill)
-    own, held = (sum(t.numel() for t in of.values()) for of in (optimizer.main, optimizer.weights))
-    log.info(
-        "parallel.dp_shard=fsdp2: of %d parameters this rank keeps %d, with gradient and moments %.2f GiB",
-        held,
-        own,
-        4 * (2 + len(optimizer.moments)) * own / 2**30,
-    )
+    fill: Fill | None = None
+    if shards:  # a bucket's weights are filled at a time: no rank ever has the whole model
+        materialise(model, device, allocates=False)
+        how = plan.model.init_std, plan.train.seed, mesh.layout, mesh.rank
+        fill = functools.partial(init_weights, model, *how) if has_values else (lambda _: None)
+    optimizer = Optimizer(model, plan.optim, plan.train, mesh, fill=fill, in_turns=plan.weight_places > 1)
+    if (by := FORMATS.get(plan.precision.fp8)) and by.is_delayed:
+        tokens = plan.train.global_batch_size * plan.seq_len
+        matrices = {name: w for name, w in model.named_parameters() if w.dim() > 1}
+        optimizer.weight_forms.keep(DelayedScales(matrices, tokens, mesh.group("stage")))
     return model, optimizer
-
-
-def _fill(
-    plan: Plan, device: torch.device, mesh: Mesh, model: Transformer, block: Sequence[nn.Module]
-) -> None:
-    materialise(nn.ModuleList(block), device)
-    only = {parameter for module in block for parameter in module.parameters()}
-    init_weights(model, plan.model.init_std, plan.train.seed, mesh.layout, mesh.rank, only)
 
 
 SPARE = 1.03  # factor of the allocator's reserved memory over the allocated peak, due to fragmentation

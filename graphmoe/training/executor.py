@@ -140,8 +140,10 @@ class Execution:
         self._in_fp8 &= not plain.experts
         runner = pass_runner(plan, self.chosen.experts or "torch", dump, plain=plain)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
+        # quantized copies would be as large as weights that no rank has whole
+        forms = optimizer.weight_forms if optimizer.model_is_whole else None
         self.compiled = CompiledSegments(
-            runner, optimizer.gradient_of, units, self._recompute, self.overlap, optimizer.weight_forms
+            runner, optimizer.gradient_of, units, self._recompute, self.overlap, forms
         )
         self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
         self._published = 0  # compiled graphs at the last cache write

@@ -23,7 +23,7 @@ from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import is_moe
-from graphmoe.plan.layout import AXES, Axis, ranks_of
+from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, ranks_of
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
@@ -125,8 +125,8 @@ def state_of_place(plan: Plan, place: int) -> dict[str, float]:
     """Return a rank's bytes of weights, gradients and moments on its device at a pipeline position."""
     return state_bytes(
         plan.model, plan.layout, plan.own_stages(place), bucket_mb=plan.optim.bucket_mb,
-        element_bytes=plan.dtype.itemsize, dp_shard=plan.parallel.dp_shard,
-        kept=kept_of(plan.optim), grad_shard=plan.optim.grad_shard, offload=plan.optim.offload,
+        element_bytes=plan.dtype.itemsize, kept=kept_of(plan.optim), grad_shard=plan.optim.grad_shard,
+        weight_places=plan.weight_places, offload=plan.optim.offload,
     )  # fmt: skip
 
 
@@ -283,6 +283,8 @@ def communication_bytes(sizes: Sizes) -> float:
     """Return bytes of communicators, and of a pipeline's messages in flight."""
     layout = sizes.layout
     groups = {ranks_of(layout, axis) for axis in AXES if layout.size(axis) > 1}
+    for axis in SUMMED_OVER if layout.shard_size else ():
+        groups |= {layout.shard_groups(axis)[0], layout.replica_groups(axis)[0]}
     channels = min(layout.pp - 1, 2) * 2  # a channel for each direction to the neighbours
     messages = channels * MESSAGES_UNDER_WAY * sizes.state
     return len(groups) * COMMUNICATOR_BYTES + channels * CHANNEL_BYTES + messages

@@ -75,7 +75,7 @@ class ReplicaCheck:
 
     def _gathered(self) -> Iterator[tuple[Key, Tensor]]:
         for family in self._optimizer.families:
-            if family.group is not None:
+            if family.group is not None and family.weight is not None:
                 what = "weights of matrices" if family.of_matrices else "weights"
                 yield (family.axis, f"{what} over {family.axis}"), family.weight
 

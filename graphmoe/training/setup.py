@@ -78,7 +78,8 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
     if isinstance(micro_batches, Pipelined) and plan.profile.pipeline:
         profile = PipelineProfile(plan, micro_batches.pipeline, device, mesh, steps.rows.clock, folder, step)
     replicas = None
-    if plan.checkpoint.replica_check and ranks.size > 1 and isinstance(optimizer, Optimizer):
+    checks = plan.checkpoint.replica_check > 0 and ranks.size > 1 and optimizer.model_is_whole
+    if checks and isinstance(optimizer, Optimizer):
         replicas = ReplicaCheck(optimizer, ranks, plan.layout, step)
     writers: list[MetricsWriter] = []
     ranks.on_first(lambda: writers.append(MetricsWriter(folder, plan, step)))

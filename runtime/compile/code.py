@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.ops import fp8_mlp, grouped_mlp  # noqa: F401  # registers the operations
-from graphmoe.ops.gradients import Gradient, PendingWeightGrads, begin, have_begun, report_added, rounded_sum
+from graphmoe.ops.gradients import (
+    Gradient,
+    PendingWeightGrads,
+    begin,
+    gather_weights,
+    have_begun,
+    report_added,
+    rounded_sum,
+)
 from graphmoe.ops.replicas.exchange import when_at_owners
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.compile.host_activations import HostActivations
@@ -199,6 +207,7 @@ def call_unit(
 ) -> tuple[Tensor, ...]:
     """Return a compile unit's outputs; its ``forward`` and ``backward`` are one node of autograd."""
     graphs: UnitGraphs = unit.graphs
+    gather_weights(gradients, "forward")
     if graphs.backward is None:
         results, _ = unit.forward(tensors)
     else:
@@ -238,12 +247,41 @@ class UnitFunction(torch.autograd.Function):
             for i, tensor in zip(graphs.offloaded, ctx.stored.take(), strict=True):
                 kept.insert(i, tensor)
             ctx.stored = None  # autograd holds this node until the whole backward has run
-        of_inputs, of_weights = ctx.unit.backward(kept, wanted, ctx.gradients, ctx.pending)
+        of_inputs, of_weights = _backward_of(ctx.unit, kept, wanted, ctx.gradients, ctx.pending)
         result: list[Tensor | None] = [None] * ctx.num_inputs
         places = (*graphs.input_gradients, *graphs.weight_gradients)
         for i, gradient in zip(places, (*of_inputs, *of_weights), strict=True):
             result[i] = gradient
         return *[None] * 3, *result
+
+
+def _backward_of(
+    unit: Any,
+    kept: list[Tensor],
+    of_outputs: Sequence[Tensor],
+    gradients: Sequence[Gradient],
+    pending: PendingWeightGrads | None,
+) -> Gradients:
+    """Run a unit's backward; it, and its wgrad in ``pending``, gather the weights that they read."""
+    graphs: UnitGraphs = unit.graphs
+    read = {j: gradients[i] for j, i in enumerate(graphs.kept_inputs) if i < len(gradients)}
+    for j, gradient in read.items():
+        if gradient.weight_in_backward is not None:
+            kept[j] = gradient.weight_in_backward
+    gather_weights([*read.values()], "backward")
+    num_pending = len(pending) if pending is not None else 0
+    results: Gradients = unit.backward(kept, of_outputs, gradients, pending)
+    assert graphs.backward is not None
+    by_weights = [read[j] for j in graphs.backward.weights_read if j in read and read[j].gathers]
+    if pending is not None and len(pending) > num_pending and by_weights:
+        wgrad = pending.pop()
+
+        def gather_and_run() -> None:
+            gather_weights(by_weights, "backward")
+            wgrad()
+
+        pending.append(gather_and_run)
+    return results
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from graphmoe.config.progress import working
 from graphmoe.config.ranges import number_of
-from graphmoe.ops.gradients import Gradient
+from graphmoe.ops.gradients import Gradient, with_gathered_weights
 from graphmoe.passes.base import MadeBy, PassRunner
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
@@ -106,8 +106,7 @@ class CompiledSegments:
         made_by: dict[str, MadeBy | None] = {}
         for position, place in enumerate(self._places_of(segments, keep)):
             if isinstance(place, Unit):
-                fused = [self._fused(segment) for segment in place.segments]
-                made = self._run_dynamic(fused, {name: values[name] for name in place.reads}, place.writes)
+                made = self._run_uncompiled(place, {name: values[name] for name in place.reads})
                 values.update(zip(place.writes, made, strict=True))
                 made_by |= dict.fromkeys(place.writes)
                 continue
@@ -194,6 +193,12 @@ class CompiledSegments:
             return []
         # a frozen weight has none, and no code writes to the place of it
         return [self._gradient_of(w) if w.requires_grad else Gradient(w.new_empty(0)) for w in parameters]
+
+    def _run_uncompiled(self, unit: Unit, read: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        segments = [self._fused(segment) for segment in unit.segments]
+        owners = [owner for segment in unit.segments if (owner := owner_of(segment.run))]
+        gradients = self._gradients(weight for owner in owners for weight in owner.parameters())
+        return with_gathered_weights(gradients, lambda: self._run_dynamic(segments, read, unit.writes))
 
     def _fused(self, segment: Segment) -> Segment:
         if segment.fused is None or self._experts is None:

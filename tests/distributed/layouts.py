@@ -10,12 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from graphmoe.config.schema import DpShard
 from graphmoe.model.build import build_model
-from graphmoe.model.sizes import state_bytes
-from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.plan.layout import layout_of, own_part
 from graphmoe.plan.pipeline import Together
 from graphmoe.plan.plan import plan_of
@@ -24,7 +20,7 @@ from graphmoe.runtime.pipeline.engine import Stage
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.step_rows import MASKED, RECEIVED, REPLICATED, SCALARS, TRAINED
 from graphmoe.training.trainer import Trainer
-from tests.distributed.training import Change, Outcome, Training, gathered, without_rank_load
+from tests.distributed.training import Change, Outcome, Training, without_rank_load
 from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
 
 BASE = (
@@ -90,8 +86,7 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
         assert torch.equal(of_rank.rows.nan_to_num(9.0), found[0].rows.nan_to_num(9.0))
         assert [row.get("trained_tokens") for row in of_rank.written] == trained
         assert_forward_close(of_rank.val_losses, wanted.val_losses)
-        kept = {} if FSDP in case.layout else gradients
-        for own, of_one in ((of_rank.weights, weights), (of_rank.gradients, kept)):
+        for own, of_one in ((of_rank.weights, weights), (of_rank.gradients, gradients)):
             assert own.keys() == of_one.keys()
             for parameter, value in own.items():
                 assert_gradient_close(value, of_one[parameter])
@@ -122,36 +117,6 @@ def check(change: Change | None, trainer: Trainer) -> None:
             check_that_units_take_turns(trainer)
     elif overlap is not None and trainer.plan.graph.scope != FULL_ITERATION:
         check_that_backwards_run_inside_forwards(trainer, overlap)
-    if isinstance(trainer.optimizer, ShardedOptimizer):
-        check_that_weights_are_shared_out(trainer, trainer.optimizer)
-
-
-def check_that_weights_are_shared_out(trainer: Trainer, optimizer: ShardedOptimizer) -> None:
-    """Check that a rank has its share of weights and moments between steps, and one layer whole in them.
-
-    All shares together are each element once: where four ranks have six experts too, and the last none.
-    """
-    step, parameters = trainer.steps.run, dict(trainer.model.named_parameters())
-    plan = trainer.plan
-    mean = state_bytes(plan.model, plan.layout, bucket_mb=1, dp_shard=DpShard.fsdp2)["main_params"]
-
-    def check_layer(*_):
-        held = trainer.model.named_parameters()
-        whole = {name for name, weight in held if not isinstance(weight, DTensor)}
-        assert whole == {name for name in parameters if name.startswith("layers.1.")}
-
-    def run(batches):
-        row = step(batches)
-        own = [parameter.to_local() for parameter in trainer.model.parameters()]
-        kinds = own, optimizer.main.values(), *(kind.values() for kind in optimizer.moments.values())
-        sizes = trainer.ranks.gather([4 * sum(tensor.numel() for tensor in kind) for kind in kinds])
-        assert {sum(kind) / len(sizes) for kind in zip(*sizes, strict=True)} == {mean}
-        assert max(map(max, sizes)) < (1.6 if plan.model.num_experts % 4 else 1.1) * mean
-        assert not any(bool(whole.isnan().any()) for whole in gathered(trainer, "main").values())
-        return row
-
-    trainer.model.layers[1].attn.register_forward_pre_hook(check_layer)
-    trainer.steps.run = run
 
 
 def watched(overlap: Overlap) -> list[tuple[str, str]]:

@@ -79,9 +79,8 @@ def test_a_step_has_the_sum_over_all_labels_by_their_number(outcomes, case):
         assert losses == pytest.approx([of_whole.loss, of_whole.mtp], rel=LIMIT)
         norm = torch.cat([each.flatten().double() for each in of_whole.gradients.values()]).norm().item()
         assert row["grad_norm"] == pytest.approx(norm, rel=LIMIT)
-        if FSDP not in case.layout:  # which keeps no gradients
-            parts = [torch.cat([each[name].flatten() for name in own]) for each in (found.gradients, own)]
-            assert relative_error(*parts) < LIMIT
+        parts = [torch.cat([each[name].flatten() for name in own]) for each in (found.gradients, own)]
+        assert relative_error(*parts) < LIMIT
 
 
 @pytest.mark.parametrize("case", CASES)

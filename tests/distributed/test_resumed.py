@@ -39,7 +39,7 @@ OF_FOUR = {  # layouts that go on, and the run of four or two ranks from whose s
     "data parallel": ("folded", ()),
     "experts over all ranks": ("folded", ("parallel.ep=4",)),
     "other folds": ("folded", ("parallel.tp=2", "parallel.etp=2")),
-    "shared out": ("folded", ("parallel.ep=2", "parallel.dp_shard=fsdp2")),
+    "shared out": ("folded", ("parallel.ep=2", "parallel.dp_shard=fsdp2", "parallel.dp_shard_size=2")),
 }
 OF_TWO = {
     "two ranks of tp": ("folded", ("parallel.tp=2",)),

@@ -22,10 +22,8 @@ from torch import Tensor, nn
 
 from graphmoe.checkpoint import store
 from graphmoe.checkpoint.entries import flatten
-from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import RunConfig
-from graphmoe.optim.fsdp import ShardedOptimizer
-from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile import code as unit_code
@@ -147,14 +145,12 @@ class Training:
                 trainer.run()
             except (TrainingStopped, DeviceFault) as stopped:
                 error = str(stopped)
-        shares = isinstance(trainer.optimizer, ShardedOptimizer)  # which keeps no gradients
-        gradients = {} if shares else _on_host(gathered(trainer, "grad_shard"))
         entries = flatten(whole_state(trainer))
         return Outcome(
             torch.stack(rows).cpu() if rows else torch.zeros(0),
             written,
-            _on_host({**(getattr(trainer.optimizer, "frozen", {})), **gathered(trainer, "main")}),
-            gradients,
+            _on_host({**trainer.optimizer.frozen, **gathered(trainer, "main")}),
+            _on_host(gathered(trainer, "grad_shard")),
             {**_on_host(entries.tensors), **entries.values},
             trainer.step,
             writes,
@@ -235,21 +231,11 @@ def quiet_trainer(
 def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
     """Whole tensors by parameter name, of the shards of all ranks that have the same parameter."""
     optimizer, found = trainer.optimizer, dict[str, Tensor]()
-    if isinstance(optimizer, Optimizer):
-        for family in optimizer.families:
-            if kind in optimizer.rule.all_moments and kind not in family.moments:
-                continue  # matrices and the rest may have other moments
-            shard = family.moment(kind) if kind in family.moments else getattr(family, kind)
-            found |= family.gathered(shard)
-        return found
-    shards = optimizer._shards(optimizer.moments.get(kind, optimizer.main))
-    parts = trainer.ranks.gather({name: (shard.start, shard.data.cpu()) for name, shard in shards.items()})
-    for name, shard in shards.items():
-        flat = torch.full((shard.shape.numel(),), math.nan)
-        for rank in shard.layout.group(shard.parallel.summed_over, shard.rank):
-            start, part = parts[rank][name]
-            flat[start : start + len(part)] = part
-        found[name] = flat.view(shard.shape)
+    for family in optimizer.families:
+        if kind in optimizer.rule.all_moments and kind not in family.moments:
+            continue  # matrices and the rest may have other moments
+        shard = family.moment(kind) if kind in family.moments else getattr(family, kind)
+        found |= family.gathered(shard)
     return found
 
 
@@ -258,7 +244,9 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
     counters = optimizer.state_dict()["counters"]
     moments = {key: gathered(trainer, key) for key in optimizer.rule.all_moments}
     state = {**moments, "main": gathered(trainer, "main") if optimizer.rounds else {}, "counters": counters}
-    with mock.patch.object(optimizer, "state_dict", lambda: state):
+    weights = gathered(trainer, "weight_shard")
+    model = shards_of(trainer.model, trainer.plan.layout, trainer.ranks.rank, weights)
+    with mock.patch.multiple(optimizer, state_dict=lambda: state, model_state=lambda: model):
         return trainer._state()
 
 

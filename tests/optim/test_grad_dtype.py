@@ -181,9 +181,7 @@ def test_unreduced_gradients_take_half(model):
     assert 2 * halves.pop("grads") == whole.pop("grads") and halves == whole
 
 
-@pytest.mark.parametrize(
-    "word", ["precision.compute=fp32", "precision.compute=auto", "parallel.dp_shard=fsdp2"]
-)
+@pytest.mark.parametrize("word", ["precision.compute=fp32", "precision.compute=auto"])
 def test_what_has_no_bf16_gradients_is_refused_in_one_line(word):
     with pytest.raises(ConfigError, match=r"optim\.grad_dtype=bf16 .*, or optim\.grad_dtype=fp32") as error:
         check(config(*BF16, word))

@@ -118,10 +118,7 @@ def test_a_captured_run_with_a_bad_step_is_one_without_offload(words, tmp_path, 
     assert_same_state(*(final_state(*each, *words) for each in folders))
 
 
-REFUSED = {
-    "parallel.dp_shard=fsdp2": "parallel.dp_shard=zero1, or optim.offload=false",
-    "optim.qk_clip=100": "in host memory then; use optim.qk_clip=0, or optim.offload=false",
-}
+REFUSED = {"optim.qk_clip=100": "in host memory then; use optim.qk_clip=0, or optim.offload=false"}
 
 
 @pytest.mark.parametrize("word", REFUSED)

@@ -312,7 +312,6 @@ def test_a_run_resumes_with_moments_stored_otherwise_but_not_without_its_masters
 
 
 REFUSED = {
-    "parallel.dp_shard=fsdp2": "parallel.dp_shard=zero1, or optim.moment_dtype=fp32",
     "precision.compute=auto": "those of precision.compute=auto are fp32; use precision.compute=bf16",
     "optim.qk_clip=100": "optim.qk_clip=100 scales weights by less than optim.master_dtype=bf16 resolves",
 }

@@ -4,6 +4,7 @@ import ast
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,17 @@ import torch
 
 from graphmoe.config.schema import ParallelConfig, Transport
 from graphmoe.plan.experts import blocks_of
-from graphmoe.plan.layout import ALONE, AXES, DENSE, EXPERT, Cut, Layout, ParameterLayout, own_part
+from graphmoe.plan.layout import (
+    ALONE,
+    AXES,
+    DENSE,
+    EXPERT,
+    SUMMED_OVER,
+    Cut,
+    Layout,
+    ParameterLayout,
+    own_part,
+)
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.recompute import Recompute
@@ -184,6 +195,24 @@ def test_each_axis_has_its_groups_of_ranks():
     ):  # fmt: skip
         for axis, of_ranks in groups.items():
             assert layout.groups(axis) == [tuple(map(int, group)) for group in of_ranks.split()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", [None, 1, 2, 8])
+def test_a_block_of_ranks_has_all_shards_and_others_have_the_same(layout, size):
+    size = size if size is None or layout.size("stage") % size == 0 else None
+    layout = replace(layout, shard_size=size)
+    for axis in SUMMED_OVER:
+        shards, replicas = layout.shard_groups(axis), layout.replica_groups(axis)
+        assert {len(group) for group in shards} == {layout.num_shards(axis)}
+        if size is not None:
+            assert all(len({rank // size for rank in group}) == 1 for group in shards)
+        groups = {rank: group for group in layout.groups(axis) for rank in group}
+        places = {rank: group.index(rank) for group in shards for rank in group}
+        for ranks in replicas:
+            assert len({groups[rank] for rank in ranks}) == len({places[rank] for rank in ranks}) == 1
+        assert sorted(rank for ranks in replicas for rank in ranks) == [*range(layout.size("world"))]
+        assert len(replicas[0]) * layout.num_shards(axis) == layout.size(axis)
 
 
 def test_own_parts_are_cut_piece_by_piece():

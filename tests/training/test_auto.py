@@ -51,7 +51,7 @@ CASES = {  # words; devices; dispatcher, scope, overlap, size; what the reasons 
     "a recorded pipeline": (
         f"parallel.pp=2 parallel.ep=2 profile.pipeline=true {BATCH}64", FOUR, "symm partial false 4", "",
     ),
-    "fsdp2": (f"parallel.dp_shard=fsdp2 {BATCH}32", FOUR, "symm none false 4", "not projected"),
+    "fsdp2": (f"parallel.dp_shard=fsdp2 {BATCH}32", FOUR, "symm full_iteration true 4", "one node"),
     "eager": (f"compile.enabled=false {BATCH}32", FOUR, "symm full_iteration false 4", "not projected"),
     "CPUs": (f"{BATCH}32", CPUS, "alltoall none false 4", "no GPU"),
     "given": (

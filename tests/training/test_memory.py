@@ -249,6 +249,14 @@ CASES = {
     "shards of gradients, a tied head": (
         "optim.grad_shard=true", "parallel.ep=2", "model.tie_embeddings=true", "model.mtp_depth=2",
     ),
+    "shards of weights": ("parallel.dp_shard=fsdp2", "parallel.ep=2", "precision.compute=bf16"),
+    "shards of weights in pairs of ranks": (
+        "parallel.dp_shard=fsdp2", "parallel.dp_shard_size=4", "parallel.ep=4", "model.num_layers=6",
+    ),
+    "shards of weights, turns, whole matrices": (
+        "parallel.dp_shard=fsdp2", "parallel.ep=2", "optim.name=muon", "model.tie_embeddings=true",
+        "compile.enabled=true", "moe.dispatcher=symm", "moe.balance=none", "pipeline.ep_overlap=true",
+    ),
     "shards of gradients, whole matrices": ("optim.grad_shard=true", "optim.name=muon", "parallel.ep=2"),
     "bf16 gradients": ("optim.grad_dtype=bf16", "precision.compute=bf16", "parallel.ep=4"),
     "bf16 gradients, shards, whole matrices": (
@@ -268,6 +276,7 @@ def test_state_is_what_a_dry_run_counts(words):
     names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": moments}
     given = {"bucket_mb": run.optim.bucket_mb, "element_bytes": element_bytes, "kept": kept_of(run.optim)}
     shared = {"grad_shard": run.optim.grad_shard, "offload": offload}
+    shared["weight_places"] = plan_of(run, 8).weight_places
     projected = state_bytes(run.model, layout, **given, **shared)
     assert memory["host_bytes"] == (host_bytes(run.model, layout, **given) if offload else 0)
     if element_bytes == 4:  # the shard of the weights is the main weights

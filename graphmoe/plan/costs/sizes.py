@@ -13,7 +13,6 @@ from graphmoe.config.schema import (
     ComputeDtype,
     ConfigError,
     DeltaNetBackend,
-    DpShard,
     Fp8Recipe,
     Fp8WeightGrad,
     GradDtype,
@@ -209,8 +208,6 @@ def refuse_unknown(config: RunConfig) -> None:
     if recipe in unknown:
         known = " or ".join(name for name in Fp8Recipe if name not in (*unknown, "auto"))
         problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
-    if config.parallel.dp_shard is DpShard.fsdp2:
-        problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
     if not config.compile.enabled:
         problems.append("compile.enabled=false saves what autograd chooses; use compile.enabled=true")
     if attention_facts(config.model).kept is None:

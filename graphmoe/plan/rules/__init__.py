@@ -47,7 +47,6 @@ RULES = (
     parallel.attention_rules,
     parallel.layer_rules,
     parallel.tensor_parallel_rules,
-    parallel.shard_rules,
     parallel.matrix_rules,
     parallel.clip_rules,
     parallel.storage_rules,

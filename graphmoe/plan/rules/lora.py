@@ -31,7 +31,7 @@ def lora_rules(config: RunConfig) -> Iterator[str]:
         )
     if parallel.dp_shard is DpShard.fsdp2:
         yield (
-            f"parallel.dp_shard=fsdp2 shards fp32 master weights, and {rank} has none of frozen weights; use "
+            f"parallel.dp_shard=fsdp2 shards weights that train, and {rank} freezes all but adapters; use "
             f"parallel.dp_shard=zero1, {off}"
         )
     if "experts" in there and parallel.etp > 1:

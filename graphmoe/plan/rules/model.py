@@ -9,7 +9,6 @@ from graphmoe.config.schema import (
     Balance,
     ComputeDtype,
     DispatchDtype,
-    DpShard,
     GroupScore,
     ModelConfig,
     PassesConfig,
@@ -321,11 +320,6 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
         yield (
             "pipeline.ep_overlap=true needs dgrad and wgrad as separate calls; let the pass "
             "split_backward run (passes.enabled, passes.disabled)"
-        )
-    if config.parallel.dp_shard is DpShard.fsdp2:
-        yield (
-            "pipeline.ep_overlap=true runs two layers at a time, and parallel.dp_shard=fsdp2 gathers one; "
-            "use parallel.dp_shard=zero1"
         )
 
 

@@ -12,7 +12,6 @@ from graphmoe.config.schema import (
     ContextMethod,
     DeltaNetBackend,
     DeviceChoice,
-    DpShard,
     MasterDtype,
     ModelConfig,
     ParallelConfig,
@@ -79,11 +78,6 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
         return
     if parallel.pp < 2:
         return
-    if parallel.dp_shard is DpShard.fsdp2:
-        yield (
-            f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch, and parallel.pp="
-            f"{parallel.pp} has several in flight; use parallel.dp_shard=zero1"
-        )
     if config.graph.scope == FULL_ITERATION and config.profile.pipeline:
         yield (
             f"profile.pipeline=true measures each action of a step, and graph.scope={FULL_ITERATION} replays "
@@ -166,22 +160,10 @@ def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
             )
 
 
-def shard_rules(config: RunConfig) -> Iterator[str]:
-    scope = config.graph.scope
-    if config.parallel.dp_shard is DpShard.fsdp2 and scope != "none":
-        yield (
-            f"parallel.dp_shard=fsdp2 frees a layer's gathered weights after each use, but "
-            f"graph.scope={scope} replays graphs that read them at fixed addresses; use "
-            f"graph.scope=none, or parallel.dp_shard=zero1"
-        )
-
-
 def matrix_rules(config: RunConfig) -> Iterator[str]:
     """Yield an error for each key that shards matrices which the optimizer updates whole."""
     name, parallel = config.optim.name, config.parallel
     sharding = {key: getattr(parallel, key) for key in ("tp", "etp") if getattr(parallel, key) > 1}
-    if parallel.dp_shard is DpShard.fsdp2:
-        sharding["dp_shard"] = parallel.dp_shard.value
     if not sharding or name == "adamw":
         return
     if name not in OPTIMIZERS.names and look_up({}, name, "optim.name", object, "matrices") is None:
@@ -189,7 +171,7 @@ def matrix_rules(config: RunConfig) -> Iterator[str]:
     for key, value in sharding.items():
         yield (
             f"parallel.{key}={value} shards matrices, which optim.name={name} updates whole; use "
-            f"parallel.{key}={'zero1' if key == 'dp_shard' else 1}, or optim.name=adamw"
+            f"parallel.{key}=1, or optim.name=adamw"
         )
 
 
@@ -219,18 +201,6 @@ def clip_rules(config: RunConfig) -> Iterator[str]:
 def storage_rules(config: RunConfig) -> Iterator[str]:
     """Yield an error for each key with which moments or weights cannot be stored as asked."""
     optim, precision = config.optim, config.precision
-    for key in ("moment_dtype", "master_dtype", "grad_dtype"):
-        given = f"optim.{key}={getattr(optim, key).value}"
-        if config.parallel.dp_shard is DpShard.fsdp2 and getattr(optim, key) != "fp32":
-            yield (
-                f"{given} stores flat buffers, which parallel.dp_shard=fsdp2 does not have; use "
-                f"parallel.dp_shard=zero1, or optim.{key}=fp32"
-            )
-    if optim.offload and config.parallel.dp_shard is DpShard.fsdp2:
-        yield (
-            "optim.offload=true moves flat buffers, which parallel.dp_shard=fsdp2 does not have; use "
-            "parallel.dp_shard=zero1, or optim.offload=false"
-        )
     if optim.offload and optim.qk_clip > 0:
         yield (
             f"optim.qk_clip={optim.qk_clip:g} scales master weights after the update, and optim.offload=true "

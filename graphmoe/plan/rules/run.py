@@ -312,11 +312,6 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
             f"launch.fake_rank={launch.fake_rank} is not among the ranks of launch.fake_world={world}; use "
             f"0 to {world - 1}"
         )
-    if config.parallel.dp_shard is DpShard.fsdp2:
-        yield (
-            f"launch.fake_world={world} is a dry run, which knows memory and traffic of "
-            f"parallel.dp_shard=zero1, not of fsdp2; leave one of them out"
-        )
     if launch.write_only:
         yield (
             f"launch.write_only=true writes a run that others start, and launch.fake_world={world} starts "

@@ -98,10 +98,11 @@ def _of_plan(plan: Plan, num_ranks: int) -> Sequence[Row]:
         (balance is Balance.none, "moe.replica_slots replica_keep", f"with moe.balance=none: {why}"),
         (balance is not Balance.none and plan.exact_of, "moe.receive_budget", exact),
         (balance is Balance.replicas and not_kept, "moe.replica_keep", not_kept),
-        (fsdp2, "optim.bucket_mb grad_shard", "with parallel.dp_shard=fsdp2"),
         (fsdp2, "checkpoint.replica_check", "with parallel.dp_shard=fsdp2: each rank holds other weights"),
         (num_ranks == 1, "checkpoint.replica_check", "with one rank"),
-        (not fsdp2 and num_ranks == 1, "optim.bucket_mb grad_shard", "with one rank"),
+        (not fsdp2, "parallel.dp_shard_size", "with parallel.dp_shard=zero1"),
+        (fsdp2, "optim.grad_shard", "with parallel.dp_shard=fsdp2, which shards gradients too"),
+        (num_ranks == 1, "optim.bucket_mb grad_shard", "with one rank"),
     )
 
 

@@ -91,6 +91,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         "micro_batches": plan.num_micro_batches,
         "micro_batches_run": num_run,
         "recompute_all": config.recompute.all,
+        "shards_weights": plan.weight_places > 0,
         "compute": config.precision.compute.value,
         "fp8": config.precision.fp8.value,
         "groups": {axis: list(layout.group(axis, rank)) for axis in axes},
@@ -200,7 +201,7 @@ def _update_compiled(region: Region, scalars: StepScalars, *, eager: bool) -> No
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:
     families = optimizer.families
     return {
-        "weights": [*(t for f in families for t in (f.weight, f.weight_shard)), *optimizer.frozen.values()],
+        "weights": [*(t for f in families for t in (*f.wholes, f.weight_shard)), *optimizer.frozen.values()],
         "main_weights": [f.main for f in families],
         "gradients": [
             *(t for f in families for t in (*f.gradient_views().values(), f.grad_shard)),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphmoe.plan.layout import AXES, Axis, Layout
+from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import process_group_in
 
@@ -62,6 +62,9 @@ class CollectiveLog:
             if mesh.layout.size(axis) > 1:
                 ranks = mesh.layout.group(axis, mesh.rank)
                 self._axes[ranks] = *self._axes.get(ranks, ()), axis
+        for axis in SUMMED_OVER if mesh.layout.shard_size else ():
+            for group in (*mesh.layout.shard_groups(axis), *mesh.layout.replica_groups(axis)):
+                self._axes.setdefault(group, (axis,))
 
     def saw(self, func: Any, args: tuple[Any, ...], result: Any, phase: str) -> None:
         """Count an operation if it is a collective."""

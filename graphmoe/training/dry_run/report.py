@@ -63,7 +63,7 @@ def verdict(document: dict[str, Any]) -> str:
     pipeline = document["pipeline"]
     if state > card:
         of_experts = ", parallel.ep, parallel.etp" * (document["num_experts"] > 0)
-        fsdp2 = "" if pipeline else ", or use parallel.dp_shard=fsdp2, which a dry run does not show"
+        fsdp2 = "" if document["shards_weights"] else ", or use parallel.dp_shard=fsdp2"
         return (
             f"{lines}Weights, gradients and optimizer state alone take {_gib(state)} GiB, so no batch is "
             f"small enough: raise parallel.pp{of_experts} or parallel.tp{fsdp2}"

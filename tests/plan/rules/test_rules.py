@@ -39,7 +39,6 @@ moe.expert_load=hot | moe.expert_load=hot: there is no such load; use none, bala
 model.num_experts=256 model.top_k=128 moe.expert_load=burst | must be at most 127 where moe.expert_load=burst
 moe.expert_load=/no/loads.json | moe.expert_load: /no/loads.json cannot be read
 parallel.ep=2 pipeline.ep_overlap=true | moe.dispatcher=alltoall has none; use moe.dispatcher=symm
-OVERLAP parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 gathers one; use parallel.dp_shard=zero1
 OVERLAP compile.enabled=false | pipeline.ep_overlap=true needs compiled units; use compile.enabled=true
 OVERLAP passes.disabled=[split_backward] | let the pass split_backward run
 parallel.tp=2 model.num_heads=3 | attention heads that it splits; use parallel.tp=1, or model.num_heads=2 or 4
@@ -51,9 +50,7 @@ parallel.tp=2 model.context_length=63 | data.seq_len=63, the tokens of a sequenc
 optim.name=muon parallel.tp=2 | optim.name=muon updates whole; use parallel.tp=1, or optim.name=adamw
 optim.name=muon parallel.etp=2 | parallel.etp=2 shards matrices, which optim.name=muon updates whole; use
 optim.name=graphmoe.optim.muon:MUON parallel.tp=2 | shards matrices, which optim.name=graphmoe.optim.muon:MUON
-optim.moment_dtype=int8 parallel.dp_shard=fsdp2 | optim.moment_dtype=int8 stores flat buffers, which
 optim.master_dtype=bf16 precision.compute=fp32 | precision.compute=fp32 are fp32; use precision.compute=bf16
-optim.name=muon parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 shards matrices, which optim.name=muon
 model.num_experts=0 model.num_dense_layers=5 | every layer dense; use model.num_dense_layers=4
 model.num_experts=0 model.num_dense_layers=0 | every layer dense; use model.num_dense_layers=4
 model.num_experts=0 graph.scope=[moe_router,shared_experts] compile.enabled=true | and the model has none; use
@@ -168,8 +165,10 @@ parallel.cp=2 data.seq_len=65 | * parallel.tp=1 ranks: it is not a multiple of 2
 parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60 | of 8; use data.seq_len=56 or 64
 parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false
     | by parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall
-parallel.dp_shard=fsdp2 compile.enabled=true graph.scope=layer | use graph.scope=none
-parallel.pp=2 parallel.dp_shard=fsdp2 | has several in flight; use parallel.dp_shard=zero1
+launch.nproc=8 launch.nodes=1 parallel.ep=4 parallel.dp_shard=fsdp2 parallel.dp_shard_size=3
+    | does not divide the 8 ranks of a pipeline stage, with parallel.tp=1 and parallel.ep * parallel.etp = 4
+launch.nproc=8 launch.nodes=1 parallel.etp=4 parallel.dp_shard=fsdp2 parallel.dp_shard_size=16
+    | of them in a row; use 1, 2, 4, 8, or null
 parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true
     | use profile.pipeline=false, or another graph.scope
 PIPELINE pipeline.schedule=zbb | pipeline.schedule=zbb: there is no such choice; use one of gpipe,
@@ -250,7 +249,6 @@ launch.fake_world=8 parallel.pp=2 pipeline.microbatches=3 train.global_batch_siz
 launch.fake_world=8 parallel.pp=2 pipeline.microbatches=0 train.global_batch_size=16 | greater than 0
 launch.fake_world=8 launch.nproc=2 | leave those two out
 launch.fake_world=8 launch.write_only=true | leave one of them out
-launch.fake_world=8 parallel.dp_shard=fsdp2 | knows memory and traffic of parallel.dp_shard=zero1
 launch.fake_world=8 train.global_batch_size=24 | use a multiple of
 profile.steps=[1,2,3] | has 3 numbers; use the first and the last, or one
 profile.steps=[0,2] | counted from 1, e.g. [10,12]

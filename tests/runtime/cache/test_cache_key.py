@@ -28,7 +28,7 @@ NO_FACTS = """
     data.hf_val_split data.shuffle data.skip_bad data.prefetch data.document_length optim.momentum
     data.chat_template data.train_on data.too_long checkpoint.export
     optim.lr optim.min_lr_ratio optim.warmup_steps optim.wsd_decay_fraction optim.beta1 optim.beta2 optim.eps
-    optim.weight_decay optim.bucket_mb optim.grad_shard parallel.dp parallel.pp
+    optim.weight_decay optim.bucket_mb optim.grad_shard parallel.dp parallel.dp_shard_size parallel.pp
     train.steps train.tokens train.epochs train.global_batch_size train.seed train.clip_grad_norm
     train.val_interval train.val_batches train.max_nonfinite train.log_interval train.rerun train.spike_factor
     train.inject_fault moe.sync_free_stage

@@ -58,11 +58,11 @@ COMMANDS = {
 }
 """Commands of one file stand to the right of all rooms."""
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 342, 61_820, 48_730, 20
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 350, 63_660, 50_100, 20
 MAX_OF_ROOMS = {
-    "ops": 10_310, "plan": 6_735, "training": 5_185, "runtime": 8_995, "bench": 2_540, "project": 1_765,
-    "report trace pipeline_view web_page": 3_520, "checkpoint run": 5_350, "command": 1_735, "data": 3_170,
-    "passes": 2_185, "model": 2_595, "config": 2_110, "optim": 2_035, "doctor": 1_235,
+    "ops": 10_680, "plan": 6_755, "training": 5_695, "runtime": 9_155, "bench": 2_540, "project": 1_780,
+    "report trace pipeline_view web_page": 3_540, "checkpoint run": 6_015, "command": 1_735, "data": 3_170,
+    "passes": 2_220, "model": 2_590, "config": 2_125, "optim": 2_065, "doctor": 1_235,
 }  # fmt: skip
 """Lines. A limit is raised only in a commit of its own, which says what was removed to make room."""
 

@@ -1,7 +1,7 @@
 """Collectives along an axis of the layout. With NCCL the host never waits."""
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,33 @@ def index_along(axis: Axis, like: Tensor) -> Tensor:
     """Return this rank's index in its group, int64 [] on the device of ``like``."""
     # an operation, so that the graphs of all ranks are equal and share compiled code
     return torch.ops.graphmoe.index_along(like, axis)
+
+
+class Part(NamedTuple):
+    """A rank's part of a vocabulary, from label ``first`` on."""
+
+    first: int
+    whole: int  # labels of all ranks
+    group: dist.ProcessGroup | None
+
+
+def part_of(axis: str, size: int) -> Part:
+    """Return this rank's part if it has ``size`` labels, as all ranks of the axis; "" is no axis."""
+    if not axis:
+        return Part(0, size, None)
+    group = group_of(axis)  # type: ignore[arg-type]
+    return Part(dist.get_rank(group) * size, group.size() * size, group)
+
+
+def over_ranks(part: Part, lse_C: Tensor, at_label_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps over the whole vocabulary, and the logits of labels, 0 on all ranks but one."""
+    if part.group is None:
+        return lse_C, at_label_C
+    own_2C = torch.stack([lse_C, at_label_C])
+    all_P2C = own_2C.new_empty(part.group.size(), *own_2C.shape)
+    with waiting():
+        all_gather_into(all_P2C.view(-1), own_2C.view(-1), group=part.group)
+    return all_P2C[:, 0].logsumexp(dim=0), all_P2C[:, 1].sum(dim=0)
 
 
 @torch.library.custom_op("graphmoe::all_gather", mutates_args=())

@@ -3,14 +3,12 @@
 Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden. The forward computes gradients by chunk.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops.collectives import all_gather_into, group_of
-from graphmoe.ops.waits import waiting
+from graphmoe.ops.collectives import Part, over_ranks, part_of
 
 LOGITS_BYTES = 1_160_000_000  # largest buffer of logits: 5504 tokens of a vocabulary of 102400 in bf16
 ROWS_MULTIPLE = 128
@@ -38,7 +36,7 @@ def _forward(
 
         if h_TD.dtype in kernels.DTYPES:
             run = kernels.forward
-    return run(h_TD, w_VD, labels_T, ignore_index, rows, trains_w, part_of(axis, w_VD))
+    return run(h_TD, w_VD, labels_T, ignore_index, rows, trains_w, part_of(axis, len(w_VD)))
 
 
 @_forward.register_fake
@@ -81,38 +79,12 @@ def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
     return -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
-class Part(NamedTuple):
-    """A rank's part of the vocabulary, from label ``first`` on."""
-
-    first: int
-    whole: int  # labels of all ranks
-    group: dist.ProcessGroup | None
-
-
-def part_of(axis: str, w_VD: Tensor) -> Part:
-    if not axis:
-        return Part(0, len(w_VD), None)
-    group = group_of(axis)  # type: ignore[arg-type]
-    return Part(dist.get_rank(group) * len(w_VD), group.size() * len(w_VD), group)
-
-
-def over_ranks(part: Part, lse_C: Tensor, at_label_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exps over the whole vocabulary, and the logits of labels, 0 on all ranks but one."""
-    if part.group is None:
-        return lse_C, at_label_C
-    own_2C = torch.stack([lse_C, at_label_C])
-    all_P2C = own_2C.new_empty(part.group.size(), *own_2C.shape)
-    with waiting():
-        all_gather_into(all_P2C.view(-1), own_2C.view(-1), group=part.group)
-    return all_P2C[:, 0].logsumexp(dim=0), all_P2C[:, 1].sum(dim=0)
-
-
 def reference(
     h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int, trains_w: bool = True,
     part: Part | None = None,
 ) -> Results:  # fmt: skip
     """Return loss, count and gradients, made ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
-    part = part or part_of("", w_VD)
+    part = part or part_of("", len(w_VD))
     exact, f32 = (torch.float64 if h_TD.dtype == torch.float64 else torch.float32), torch.float32
     loss = torch.zeros((), dtype=exact, device=h_TD.device)
     dh_TD = h_TD.new_empty(h_TD.shape)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.ops import num_warps
-from graphmoe.ops.linear_cross_entropy import Part, over_ranks, part_of
+from graphmoe.ops.collectives import Part, over_ranks, part_of
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -33,7 +33,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return loss [], count [], dh_TD and dw_VD (fp32), computed ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
-    T, V, part = len(h_TD), len(w_VD), part or part_of("", w_VD)
+    T, V, part = len(h_TD), len(w_VD), part or part_of("", len(w_VD))
     f32, device = torch.float32, h_TD.device
     dh_TD = torch.empty_like(h_TD)
     dw_VD = torch.empty(w_VD.shape if trains_w else (0,), dtype=f32, device=device)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
+from graphmoe.ops import collectives
 from graphmoe.ops import linear_cross_entropy as module
 from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, reference, rows_per_chunk
 from tests.ops.ahead_of_time import launches_of
@@ -148,8 +149,8 @@ def test_ranks_with_parts_of_the_vocabulary_get_its_loss(backend, name, dtype, s
             others_P2C[rank] = own.view(2, -1)
             into.copy_(others_P2C.flatten())
 
-        monkeypatch.setattr(module, "all_gather_into", gather)
-        part = module.Part(rank * len(w_VD), case.V, Mock(size=lambda: size))
+        monkeypatch.setattr(collectives, "all_gather_into", gather)
+        part = collectives.Part(rank * len(w_VD), case.V, Mock(size=lambda: size))
         found.append(runs_of(backend)(h, w_VD, labels, IGNORED, case.rows, True, part))
     (loss, count, dh, dw), (other, _, more, rest) = found
     joined = loss, count, dh.float() + more.float(), torch.cat([dw, rest])

@@ -251,14 +251,14 @@ def test_of_an_old_checkpoint_that_is_a_link_the_link_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-@pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata", f"manifest.json.tmp-{os.getpid()}"])
+@pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata", "manifest.json.tmp-{pid}"])
 def test_a_full_disk_is_reported_and_loses_no_earlier_checkpoint(tmp_path, monkeypatch, async_save, victim):
     store = make_store(tmp_path, async_save=async_save)
     save_steps(store, 1)
 
     def with_full_file(folder, step, make_temporary=folders.make_temporary):
         temporary = make_temporary(folder, step)
-        (temporary / victim).symlink_to("/dev/full")
+        (temporary / victim.format(pid=os.getpid())).symlink_to("/dev/full")
         return temporary
 
     with monkeypatch.context() as patch:

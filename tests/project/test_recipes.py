@@ -34,16 +34,18 @@ def projected(args: ProjectArgs, *words: str):
 def test_a_recipe_fits_its_cards_with_a_margin_and_is_projected_to_what_it_says(path):
     found = FOR_CARDS.fullmatch(path.stem)
     assert found
-    args = ProjectArgs(found[2], nodes=int(found[1]) // GPUS_PER_NODE)
+    per_node = min(int(found[1]), GPUS_PER_NODE)
+    args = ProjectArgs(found[2], nodes=int(found[1]) // per_node, gpus_per_node=per_node)
     words = f"experiment={path.stem}"
     recipe = configured(words)
     launch = recipe.launch
-    assert (launch.nproc, 1 if launch.nodes == "auto" else launch.nodes) == (GPUS_PER_NODE, args.nodes)
+    assert (launch.nproc, 1 if launch.nodes == "auto" else launch.nodes) == (per_node, args.nodes)
     said = re.search(r"^# Projected: (.*), from ", path.read_text(), flags=re.M)
     if recipe.moe.dispatcher == "turbo":
         assert recipe.moe.sync_free_stage == 1 and recipe.graph.scope == "none"
     else:
-        assert recipe.pipeline.ep_overlap and recipe.graph.scope == "full_iteration"
+        assert recipe.graph.scope == "full_iteration"
+        assert recipe.pipeline.ep_overlap or per_node < GPUS_PER_NODE
     document = projected(args, words)
     assert document["fits_with_margin"] and document["left_gb"] >= 0.05 * args.card.memory_gb
     total, rate = document["memory_gb"]["total"], document["tokens_per_s_per_gpu"]
@@ -52,7 +54,7 @@ def test_a_recipe_fits_its_cards_with_a_margin_and_is_projected_to_what_it_says(
 
 
 def test_there_is_a_recipe_for_each_published_run():
-    assert len(RECIPES) == 11
+    assert len([path for path in RECIPES if not path.stem.startswith(("finetune_", "lora_"))]) == 11
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from graphmoe.command.hydra import PROGRAMS, load_config
 from graphmoe.config.arguments import answer_version, emit, print_error, typed_as, wants_help
-from graphmoe.config.masking import to_plain
+from graphmoe.config.masking import masked, to_plain
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import CONFIG_FILE, PROJECTION_FILE, display_path, write_json
 from graphmoe.run.metrics_file import render
-from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
+from graphmoe.runtime.host.logs import FILE_ONLY, keep_streams, start_logging
 from graphmoe.runtime.host.signals import (
     ELASTIC,
     FOLDER_HELD,
@@ -82,6 +82,7 @@ def main() -> None:
 
 def start_rank() -> None:
     """Prepare this process to be a rank that its launcher watches and ends."""
+    keep_streams()
     gc.disable()  # imports and tracing make no garbage to speak of, and collecting takes a quarter of them
     die_with_launcher()
     exit_at_signals()
@@ -263,7 +264,7 @@ def projected_memory(plan: Plan) -> dict[str, Any]:
         refuse_unknown(plan.config)
         places = memory_of_places(plan.with_its_transport(), on_nvidia=torch.version.hip is None)
     except ConfigError as error:
-        return {"why_not": str(error)}
+        return {"why_not": masked(str(error))}
     return {"places": [place.kinds(2**30, OUTSIDE_ALLOCATOR) for place in places]}
 
 

@@ -1,4 +1,4 @@
-"""Masking of host.env and ${oc.env:NAME} values in files and logs."""
+"""Masking of host.env and ${oc.env:NAME} values in files and messages."""
 
 import dataclasses
 import hashlib
@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
@@ -22,12 +23,21 @@ _LEAF = re.compile(r"[^\s\[\]{},:'\"=]++(?!\s*:)")  # texts in an override, but 
 
 _written: dict[str, tuple[Any, Any]] = {}
 _read: set[str] = set()  # values of ${oc.env:NAME}
+_secrets: set[str] = set()  # forms of what no message shows; kept, as a process may compose several runs
+# names of variables whose short values and numbers are secrets too; TOKENS counts, TOKENIZERS_... switches
+_OF_SECRETS = re.compile("KEY|TOKEN(?![IS])|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?")
+_SHORTEST, _SHORTEST_NAMED = 8, 6  # characters
 
 
 def note_interpolations(cfg: DictConfig) -> None:
     """Record values from ${oc.env:...} and their source for `to_plain`. *Raises* OmegaConfBaseException."""
     _written.clear()
     _read.clear()
+    present, environment = dict(os.environ), OmegaConf.select(cfg, "host.env")
+    for name, value in environment.items() if isinstance(environment, DictConfig) else ():
+        _note_secret(str(name), str(value))
+        _note_secret(str(name), present.get(str(name), ""))  # of a worker, which reads *** as the value
     if "oc.env" not in str(OmegaConf.to_container(cfg)):
         return
     used: list[str] = []
@@ -95,6 +105,13 @@ def masked_overrides(words: Sequence[str]) -> list[str]:
     return masked
 
 
+def masked(text: str) -> str:
+    """Mask in a message the values that SECURITY.md lists, of every configuration of this process."""
+    for secret in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    return text
+
+
 def hidden(message: str, words: Sequence[str] = ()) -> str:
     """Mask in an error message what was read from the environment, and host.env of the command line."""
     given = [found for word in words if (found := re.match(rf"(?:--)?{_GIVEN}(.*)", word, re.DOTALL))]
@@ -102,7 +119,7 @@ def hidden(message: str, words: Sequence[str] = ()) -> str:
     for secret in sorted(secrets - {""}, key=len, reverse=True):
         edge = r"\b" if len(secret) < 4 else ""  # a short one is part of other words too
         message = re.sub(rf"{edge}{re.escape(secret)}{edge}", MASK, message)
-    return message
+    return masked(message)
 
 
 def masked_line(text: str) -> str:
@@ -110,6 +127,13 @@ def masked_line(text: str) -> str:
     quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
     end = rf" [+~]*(?:{sections}|hydra)[.=/@]|$"
     return re.sub(rf"\b{_GIVEN}(?:{quoted}|.*?)(?={end})", rf"\1={MASK}", text, flags=re.DOTALL)
+
+
+def _note_secret(name: str, value: str) -> None:
+    is_named = bool(_OF_SECRETS.search(name))
+    is_ordinary = not is_named and (_NUMBER.fullmatch(value) or os.path.exists(value))
+    if len(value) >= (_SHORTEST_NAMED if is_named else _SHORTEST) and not is_ordinary:
+        _secrets.update((value, repr(value)[1:-1], quote(value, safe="", errors="replace")))
 
 
 def _place(plain: dict[str, Any], key: str) -> dict[str, Any] | None:
@@ -135,6 +159,9 @@ def _note(node: DictConfig, prefix: str, used: list[str]) -> None:
         value, raw = (_items(node, name, resolve) for resolve in (True, False))
         if used:
             _written[key] = raw, value
+            for variable in used:
+                if key != "run.name" or _OF_SECRETS.search(variable):  # which names the run's folder
+                    _note_secret(variable, os.environ.get(variable, ""))
 
 
 def _items(node: DictConfig, name: Any, resolve: bool) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 from rich import progress
 from rich.console import Console
 
+from graphmoe.config.masking import masked
 from graphmoe.config.progress import console, shown_in
 from graphmoe.runtime.host.files import LineFile
 
@@ -26,6 +27,11 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 FILE_ONLY = {"file_only": True}  # ``extra`` of a record that the console omits
 
 
+class _Masked(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
 class ConsoleHandler(logging.Handler):
     """Handler that prints through the console, above progress bars."""
 
@@ -33,7 +39,7 @@ class ConsoleHandler(logging.Handler):
         """``job``: number of the sweep job."""
         super().__init__()
         of_job = f" job {job}:" if job is not None else ""
-        self.setFormatter(logging.Formatter(f"%(asctime)s{of_job} %(message)s", "%H:%M:%S"))
+        self.setFormatter(_Masked(f"%(asctime)s{of_job} %(message)s", "%H:%M:%S"))
         self.addFilter(lambda record: not getattr(record, "file_only", False))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -50,7 +56,7 @@ class ConsoleHandler(logging.Handler):
 class LogFile(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter(FORMAT))
+        self.setFormatter(_Masked(FORMAT))
         self._file = LineFile(path, _print_warning)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -63,7 +69,7 @@ class LogFile(logging.Handler):
 
 def start_logging(log_dir: Path | None, name: str, *, on_console: bool, job: str | None = None) -> None:
     """Log to ``<log_dir>/<name>.log``, if a folder is given, and to the console."""
-    _keep_streams()
+    keep_streams()
     handlers: list[logging.Handler] = [ConsoleHandler(job)] if on_console else []
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -165,10 +171,17 @@ class _Stream(io.FileIO):
         return self._error.strerror
 
 
+class _MaskedText(io.TextIOWrapper):
+    def write(self, text: str, /) -> int:
+        super().write(masked(text))
+        return len(text)
+
+
 _streams: dict[str, _Stream] = {}
 
 
-def _keep_streams() -> None:
+def keep_streams() -> None:
+    """Make stdout and stderr mask secrets and survive a closed pipe or a full disk."""
     for title in ("stdout", "stderr"):
         old = getattr(sys, title)
         # streams that another program has replaced stay
@@ -177,7 +190,7 @@ def _keep_streams() -> None:
         with suppress(OSError):
             old.flush()
         _streams[title] = _Stream(title, old.fileno())
-        new = io.TextIOWrapper(
+        new = _MaskedText(
             io.BufferedWriter(_streams[title]),
             encoding=old.encoding,
             errors=old.errors,

@@ -13,10 +13,11 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graphmoe.config.masking import masked
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.launch.stamps import STAMPS
 
@@ -112,7 +113,8 @@ def leave_failure(
     failure: Failure, trace: str, log_dirs: Set[Path], more_files: Set[Path] = frozenset()
 ) -> None:
     """Write a failure in torch elastic's format to log folders and other files."""
-    extra = {"py_callstack": trace, "timestamp": str(int(failure.time))}
+    failure = replace(failure, message=masked(failure.message))
+    extra = {"py_callstack": masked(trace), "timestamp": str(int(failure.time))}
     document = {"message": {"message": failure.message, "extraInfo": extra}, _OURS: asdict(failure)}
     for path in {*more_files, *(error_file(folder, failure.rank) for folder in log_dirs)}:
         with suppress(OSError):  # a full disk may be the error

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from graphmoe.config.masking import masked
 from graphmoe.runtime.host.files import replace_text
 
 STAMPS = "GRAPHMOE_STAMPS"
@@ -55,7 +56,7 @@ class _Writer:
 
     def put(self, phase: str, limit_s: float, step: int) -> None:
         self.count += 1
-        text = json.dumps([os.getpid(), self.count, step, limit_s, phase[:200]])
+        text = json.dumps([os.getpid(), self.count, step, limit_s, masked(phase)[:200]])
         self._map[:] = text.encode("ascii")[:_SIZE].ljust(_SIZE)
 
 

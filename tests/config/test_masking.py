@@ -1,6 +1,10 @@
-"""Placeholders in files of a run for values of host.env and of the environment."""
+"""Placeholders in files and messages of a run for values of host.env and of the environment."""
 
+import io
+import json
+import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +13,14 @@ from omegaconf import OmegaConf
 
 from graphmoe import train
 from graphmoe.command.hydra import load_config, schema, to_config
-from graphmoe.config.masking import masked_line, masked_overrides, to_plain
+from graphmoe.config import masking
+from graphmoe.config.masking import masked, masked_line, masked_overrides, to_plain
 from graphmoe.config.schema import AuxLoss
 from graphmoe.run.folder import claim
 from graphmoe.run.machine import describe
+from graphmoe.runtime.host import logs
+from graphmoe.runtime.launch import stamps
+from graphmoe.runtime.launch.failures import write_failure
 from tests.runs import TINY, command
 
 BASE = {"run": {"device": "cpu"}, "data": {"source": "synthetic"}}
@@ -124,3 +132,94 @@ def test_no_file_of_a_run_or_a_sweep_has_a_secret(tmp_path, workers):
         if path.is_file():
             content = path.read_bytes()
             assert b"hunter2" not in content and b"sesame" not in content, path
+
+
+VALUES = {
+    "API_KEY": ("short1", True),
+    "PASSWORD": ("987654", True),
+    "LOGIN": ("open sesame/1", True),
+    "OTHER": ("sesame7", False),
+    "LIMIT": ("-1234567.5e10", False),
+    "FOLDER": (sys.prefix, False),
+    "NUM_TOKENS": ("100000", False),
+    "TOKENIZERS_PARALLELISM": ("parallel", True),
+    "LINES": ("first line\nsecond line", True),
+}
+
+
+@pytest.mark.parametrize("key", ["host.env", "log.wandb_project", "run.name"])
+def test_which_values_no_message_shows(monkeypatch, key):
+    monkeypatch.setattr(masking, "_secrets", set())
+    for name, (value, _) in VALUES.items():
+        monkeypatch.setenv(name, value)
+        given = {name: "***"} if key == "host.env" else f"a${{oc.env:{name}}}"  # as a worker reads it
+        OmegaConf.update(cfg := OmegaConf.create(), key, given)
+        masking.note_interpolations(cfg)  # secrets of earlier configurations stay
+    for name, (value, is_secret) in VALUES.items():
+        hides = is_secret and (key != "run.name" or name in ("API_KEY", "PASSWORD"))
+        assert masked(f"<{value}> {value!r}") == ("<***> '***'" if hides else f"<{value}> {value!r}"), name
+    assert (masked("?q=open%20sesame%2F1") == "?q=***") == (key != "run.name")
+
+
+def test_logs_streams_and_error_files_mask_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(masking, "_secrets", {"sesame", "open-sesame"})
+    out = logs._MaskedText(raw := io.BytesIO(), encoding="utf-8")
+    print("said", "open-sesame", 12345678, file=out, flush=True)
+    assert raw.getvalue() == b"said *** 12345678\n"
+    stamp = SimpleNamespace(count=0, _map=bytearray(512))
+    stamps._Writer.put(stamp, "x" * 195 + "open-sesame", 1.0, 0)  # which is cut after 200 characters
+    assert json.loads(stamp._map)[4] == "x" * 195 + "***"
+    error, file = RuntimeError("GET /?key=open-sesame"), logs.LogFile(tmp_path / "rank0.log")
+    file.emit(logging.LogRecord("a", logging.ERROR, "", 0, "%s", ("sesame",), (type(error), error, None)))
+    file.close()
+    write_failure(error, 1, tmp_path)
+    written = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    assert len(written) == 2 and all("sesame" not in text and "key=***" in text for text in written)
+    assert json.loads(written[0])["message"]["message"] == "RuntimeError: GET /?key=***"
+
+
+LEAKS = """
+import logging, os, sys, threading, warnings
+from graphmoe.training.trainer import Trainer
+
+def nothing(graph):
+    return 0
+
+def step(self):
+    if self.step == 1:
+        text = "log in as " + ", ".join(os.environ[name] for name in ("LOGIN", "TOKEN", "WORD", "LIMIT"))
+        logging.getLogger("library").warning("%s", text)
+        warnings.warn(text)
+        print(text, file=sys.stderr)
+        thread = threading.Thread(target=fail, args=(text,))
+        thread.start()
+        thread.join()
+        fail(text)
+    whole(self)
+
+def fail(text):
+    raise RuntimeError(f"GET https://host/?of={text}: 403")
+
+whole, Trainer._train_step = Trainer._train_step, step
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("launch.nproc=1",), ("launch.nproc=2",), ("optim.lr=1e-3", "-m")])
+def test_no_error_or_log_line_of_code_of_ones_own_has_a_secret(tmp_path, own, monkeypatch, words):
+    own("leaks", LEAKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    given = ["+host.env.LOGIN=alibaba-1", "+host.env.TOKEN='${oc.env:OTHER}'", "+host.env.LIMIT=123456789"]
+    given += ["log.wandb_project=${oc.env:WORD}", "passes.extra=[leaks:nothing]", "train.val_batches=0"]
+    given += ["hydra.run.dir=run", "hydra.sweep.dir=run", "hydra.sweep.subdir=.", "checkpoint.enabled=false"]
+    values = {"OTHER": "sesame", "WORD": "open-sesame"}
+    run = command(tmp_path, *TINY, *given, *words, seconds=120, environment=values)
+    shown = "log in as ***, ***, ***, 123456789"
+    assert run.wait() == 1 and shown in run.err.read_text(), run.err.read_text()
+    files = {path.name: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for name, text in {**files, "stdout": run.out.read_text(), "stderr": run.err.read_text()}.items():
+        assert "alibaba" not in text and "sesame" not in text, name
+    said = {name for name, text in files.items() if f"of={shown}: 403" in text}
+    ranks = {"launch.nproc=1": 0, "launch.nproc=2": 2}.get(words[0], 1)  # in processes of their own
+    assert said >= {"rank0.log", *(f"rank{rank}.error.json" for rank in range(ranks))}
+    assert ("rank1.stderr.log" in said) == (ranks == 2) and ("job.json" in said) == (words[-1] == "-m")

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.sweep import Job, JobStatus, read_job
 from graphmoe.command.sweep.process import STOP_FILE, RunningSweep, SweepError
-from graphmoe.config.masking import MASK, masked_line, masked_overrides
+from graphmoe.config.masking import MASK, masked, masked_line, masked_overrides
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.runtime.host.files import FileLock, replace_text
 from graphmoe.runtime.host.signals import end_with_parent
@@ -142,7 +142,7 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
     except Exception as error:
         if not isinstance(error, known):
             log.error("unexpected error in a job:\n%s", traceback.format_exc())
-        record.error = str(error) if isinstance(error, known) else repr(error)
+        record.error = masked(str(error) if isinstance(error, known) else repr(error))
         _end(record, JobStatus.failed)
         log.error("job %d failed: %s", record.number, record.brief_error)
         return None
@@ -151,7 +151,7 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
 
 
 def _mask_record(record: logging.LogRecord) -> bool:
-    record.msg, record.args = masked_line(record.getMessage()), None
+    record.msg, record.args = masked(masked_line(record.getMessage())), None
     return True
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from graphmoe.ops.symm.peers import forget_halves
 from graphmoe.runtime.capture.nodes import MadeBy, NodeRanges, count_nodes, made_by
 from graphmoe.segments import profiler_range, ranges_wanted
 
@@ -79,6 +80,7 @@ class DeviceGraph:
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for counting nodes
         self._ranges = NodeRanges(torch.cuda.current_stream().cuda_stream)
+        forget_halves()
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
         with _garbage_kept():
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -98,6 +100,7 @@ class DeviceGraph:
     def replay(self) -> tuple[Tensor, ...]:
         """Launch on the current stream; results keep their addresses."""
         self._graph.replay()
+        forget_halves()
         return self._results
 
     def made_by(self) -> list[MadeBy]:
@@ -120,7 +123,9 @@ class HostGraph:
         self._results: tuple[Tensor, ...] | None = None
 
     def replay(self) -> tuple[Tensor, ...]:
+        forget_halves()
         results = tuple(result.detach() for result in self._run())
+        forget_halves()
         if self._results is None:
             self._results = tuple(map(static_copy, results))
         for kept, result in zip(self._results, results, strict=True):

@@ -5,7 +5,7 @@ import math
 from torch import Tensor, complex128
 
 from graphmoe.ops.symm import launches
-from graphmoe.ops.symm.peers import ALIGNMENT, SharedMemory, is_capturing
+from graphmoe.ops.symm.peers import ALIGNMENT, SharedMemory
 
 
 class SharedAxis:
@@ -17,7 +17,7 @@ class SharedAxis:
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
-        self.last: tuple[int, bool] | None = None  # half of the memory, and whether captured; None: unknown
+        self.last: int | None = None  # half of the memory; None: unknown, as `forget_halves` sets it
 
     def exchange(self, x: Tensor, whole: Tensor, split: int | None, join: int) -> Tensor:
         """Fill ``whole`` along ``join`` with each rank's part along ``split``, or with all of it if None."""
@@ -41,13 +41,12 @@ class SharedAxis:
 
     def _put(self, x: Tensor) -> int:
         # Halves alternate, so one barrier is enough: after it all ranks have written one and read the other.
-        memory, last, capturing = self.memory, self.last, is_capturing()
+        memory, last = self.memory, self.last
         memory.reserve(2 * (-(-x.nbytes // ALIGNMENT) * ALIGNMENT))
-        if last is None or last[1] != capturing:
+        if last is None:
             memory.barrier()
-        half = 0 if last is None else 1 - last[0]
-        self.last = half, capturing
-        offset = half * memory.num_bytes // 2
+        self.last = 0 if last is None else 1 - last
+        offset = self.last * memory.num_bytes // 2
         memory.view(memory.rank, offset, tuple(x.shape), x.dtype).copy_(x)
         memory.barrier()
         return offset

@@ -152,11 +152,17 @@ def forget_graphs() -> None:
 
 
 def forget_order() -> None:
-    """Let the next exchanges begin with a barrier; call before a graph is captured or replayed."""
-    for axis in IN_USE.shared.values():
-        axis.last = None
+    """Let the next exchange of rows begin with a barrier; call before a graph is captured or replayed."""
     if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
         cast(MemoryPeers, IN_USE.exchange.peers).last = None
+
+
+def forget_halves() -> None:
+    """Let the next exchange along each axis begin with a barrier; call before captures, after replays."""
+    # A graph's halves are fixed, and a unit may have an odd number of exchanges: what replays or runs before
+    # it may end in the half with which it begins.
+    for axis in IN_USE.shared.values():
+        axis.last = None
 
 
 def exchange_of(size: int) -> Any:

@@ -76,7 +76,8 @@ def share_axes(mesh: Mesh, ranks: Ranks, device: torch.device) -> None:
     if device.type != "cuda":
         return
     gpus, problem = range(torch.cuda.device_count()), ""
-    has_peers = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in range(a))
+    own = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in range(a))
+    has_peers = all(ranks.gather(own))  # ranks may see different GPUs, and those of an axis must agree
     made: dict[dist.ProcessGroup, SharedAxis] = {}
     for axis in SHARED_AXES:
         nodes = {rank // ranks.local_size for rank in mesh.layout.group(axis, mesh.rank)}

@@ -4,13 +4,14 @@ import functools
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from graphmoe.config.schema import ConfigError, DeviceChoice
-from graphmoe.ops import symm
+from graphmoe.ops import IN_USE, symm
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
 from graphmoe.ops.symm.exchange import _take
@@ -130,6 +131,22 @@ def test_sides_in_turn_take_no_barrier_and_a_capture_begins_with_one(pair, devic
 def test_a_cpu_and_a_rank_alone_need_no_memory_in_common():
     peers = module.make_peers(Mesh(Layout()), torch.device("cuda"))
     assert isinstance(peers, symm.CollectivePeers) and (peers.rank, peers.size) == (0, 1)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("problem", ["", "no memory"])
+def test_an_axis_shares_memory_if_each_rank_sees_peers_and_has_memory(device, monkeypatch, peers, problem):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    of_other = iter([peers, problem])
+    ranks = SimpleNamespace(local_size=2, gather=lambda own: [own, next(of_other)])
+    group = mock.Mock(size=lambda: 2)
+    mesh = SimpleNamespace(layout=Layout(tp=2), rank=1, group={"tp": group, "cp_tp": group}.get)
+    module.share_axes(mesh, ranks, torch.device("cuda"))
+    assert len(device.made) == peers
+    assert {*IN_USE.shared} == ({"tp", "cp_tp"} if peers and not problem else set())
+    assert len({*IN_USE.shared.values()}) <= 1
+    IN_USE.shared.clear()
 
 
 EXPERT = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)

@@ -6,7 +6,7 @@ as a torchrun of your own starts:
 torchrun --nproc-per-node 8 -m graphmoe.worker outputs/tiny/resolved.yaml
 
 Code that the file names as package.module:NAME is imported only if the command line names it after the file;
-keys that choose programs, folders of code or trackers likewise.
+keys that choose programs, folders of code, trackers or a mirror likewise.
 Modules that import torch are imported inside functions: a worker first arranges to die with its launcher.
 """
 

@@ -69,6 +69,7 @@ PROGRAMS = {
     "compile.cache_shared": True,
     "data.cache_dir": "/theirs",
     "log.mlflow": True,
+    "checkpoint.mirror": "s3://theirs/runs",
 }
 
 

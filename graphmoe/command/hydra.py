@@ -46,8 +46,9 @@ Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
 Complete = Callable[[RunConfig], RunConfig]
 START = "checkpoint.init_from"
-PROGRAMS = "compile.cache_dir", "compile.cache_shared", "data.cache_dir", "log.wandb", "log.mlflow"
-"""Keys that choose folders of code or trackers; each variable of host.env may choose a program too."""
+PROGRAMS = tuple(f"compile.{key}" for key in ("cache_dir", "cache_shared"))
+PROGRAMS += "data.cache_dir", "log.wandb", "log.mlflow", "checkpoint.mirror"
+"""Keys that choose folders of code, trackers or a mirror; variables of host.env may choose programs too."""
 _SLASHES = re.compile(r"(?<=[^=,/'\"])/+(?=['\"]?(,|$))")  # ends of names of folders, as shells complete them
 
 
@@ -324,7 +325,7 @@ def _strange_code(config: RunConfig, named: Collection[str] | None) -> list[tupl
 
 
 def chosen_programs(config: RunConfig) -> list[str]:
-    """Return keys that are set and choose programs, folders of code or trackers; not masked host.env."""
+    """Return keys that are set and in ``PROGRAMS``, and variables of host.env that are not masked."""
     defaults = {"compile.cache_dir": str(compiled_folder()), "data.cache_dir": str(cache_root())}
     found = [f"host.env.{name}" for name, value in config.host.env.items() if value != MASK]
     return found + [k for k in PROGRAMS if value_of(config, k) not in (None, False, defaults.get(k))]

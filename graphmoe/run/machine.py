@@ -110,11 +110,14 @@ def device_name(device: torch.device) -> str:
 
 
 def place_of(device: torch.device) -> str:
-    """Return this process's host, and its GPU by index and UUID."""
+    """Return this process's host, and its GPU by number on the host, name and UUID."""
     if device.type != "cuda":
         return platform.node()
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "of unknown UUID")
-    return f"{platform.node()}, GPU {torch.cuda.current_device()}, {uuid}"
+    shown = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    facts = torch.cuda.get_device_properties(device)
+    uuid = getattr(facts, "uuid", "unknown")
+    return f"{platform.node()}, GPU {shown.get(index) or index}, {facts.name}, UUID {uuid}"
 
 
 def git_commit() -> str | None:

@@ -7,8 +7,6 @@ runs again from the same state, as a step that overflowed its receive buffers.
 
 import logging
 import math
-import os
-import platform
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from graphmoe.config.schema import DpShard
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim.base import StepOptimizer, norm_of
 from graphmoe.plan.plan import Plan
+from graphmoe.run.machine import place_of
 from graphmoe.runtime.launch.failures import DeviceFault
 from graphmoe.runtime.ranks import Mesh, Ranks, sums
 from graphmoe.training.step_rows import OWN
@@ -97,7 +96,7 @@ class Reruns:
         self, plan: Plan, ranks: Ranks, model: Transformer, gate: Gate, device: torch.device
     ) -> None:
         self._plan, self._ranks, self._gate = plan, ranks, gate
-        self._here = place_of(ranks.rank, device)
+        self._here = f"rank {ranks.rank} on {place_of(device)}"
         layout, fault = plan.layout, plan.train.inject_fault
         size, every = layout.size("stage"), range(layout.size("world"))
         of_replica = math.lcm(layout.size("cp_tp"), layout.size("ep_etp"))  # ranks in a stage
@@ -232,15 +231,6 @@ class InjectedFault:
         """Set the factor of a run on ``rank`` with the batches of rank ``source``, outside of graphs."""
         at = {"transient": rank if not again else -1, "persistent": rank, "data": source}[self._kind]
         self._scale.fill_(self._factor if step == self._step and at == self._rank else 1.0)
-
-
-def place_of(rank: int, device: torch.device) -> str:
-    """Return the words for a rank's host and device; a GPU with its number on the host and its UUID."""
-    if device.type != "cuda":
-        return f"rank {rank} on {platform.node()} (CPU)"
-    shown = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-    number, facts = shown.get(device.index) or device.index, torch.cuda.get_device_properties(device)
-    return f"rank {rank} on {platform.node()} (GPU {number}, {facts.name}, UUID {facts.uuid})"
 
 
 def _own(values: dict[str, float]) -> Own:

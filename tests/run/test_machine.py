@@ -1,6 +1,7 @@
 """The machine of a run: its memory, threads and processes, and the command that it was started by."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -47,6 +48,19 @@ def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkey
     for host, nproc, named in ((threads, 1, "host.threads=33"), (many, 33, "launch.nproc=33")):
         with pytest.raises(ConfigError, match=f"{named} is more than 16 for each CPU of .* at most 32"):
             check_processes(host, nproc)
+
+
+def test_a_gpu_has_its_number_on_the_host(monkeypatch):
+    facts = SimpleNamespace(name="NVIDIA H200", uuid="8f3a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for visible, number in (("4,6", "6"), (None, "1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+            for device in ("cuda", "cuda:1"):
+                place = machine.place_of(torch.device(device))
+                assert place == f"{platform.node()}, GPU {number}, NVIDIA H200, UUID 8f3a"
+    assert machine.place_of(CPU) == platform.node()
 
 
 def test_the_command_of_a_worker_is_that_of_its_launcher(monkeypatch):

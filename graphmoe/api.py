@@ -28,6 +28,7 @@ from graphmoe.plan.layout import layout_of
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import open_device
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
+from graphmoe.runtime.dispatch.symm import share_axes
 from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import Executor, Segment
@@ -63,6 +64,7 @@ class Trainer:
         _check(self.plan)
         self._mesh, self.device = Mesh(self.plan.layout), open_device(self.plan.run.device)
         use_groups(self._mesh)
+        share_axes(self._mesh, self._ranks, self.device)
         open_dispatcher(self.plan, self._mesh, self.device)
         seed_everything(self.plan.train.seed, self.plan.precision, self.device)
         dispatcher = make_dispatcher(self.plan, self._mesh)

@@ -27,6 +27,7 @@ class Groups(Protocol):
 def use_groups(groups: Groups | None) -> None:
     """Set the process groups of this process's collectives; None clears them."""
     IN_USE.groups = groups
+    IN_USE.shared.clear()  # of other groups
 
 
 def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:

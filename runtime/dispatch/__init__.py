@@ -10,6 +10,7 @@ import torch
 from graphmoe.config.choices import look_up
 from graphmoe.config.packages import require_package
 from graphmoe.config.schema import ConfigError, GraphConfig, ModelConfig, MoEConfig, Transport
+from graphmoe.ops import IN_USE
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.replicas.exchange import room_bytes
 from graphmoe.ops.symm import Sizes as Exchange
@@ -155,6 +156,7 @@ def _shared(sizes: Sizes, graph: GraphConfig) -> tuple[Exchange, int]:
 def close_dispatcher() -> None:
     """Free shared memory and buffers after a successful run. Collective over all ranks."""
     use_peers(None)
+    IN_USE.shared.clear()
     deepep.close_buffer()
     nvshmem.use_rows(None)
 

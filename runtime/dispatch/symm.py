@@ -71,8 +71,7 @@ def make_peers(mesh: Mesh, device: torch.device) -> Peers:
 
 
 def share_axes(mesh: Mesh, ranks: Ranks, device: torch.device) -> None:
-    """Let collectives along tp and cp read peers' memory if all ranks can, else use NCCL. Collective."""
-    IN_USE.shared.clear()
+    """Let collectives of `use_groups` along tp and cp read peers' memory if all ranks can. Collective."""
     if device.type != "cuda":
         return
     gpus, problem = range(torch.cuda.device_count()), ""

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from graphmoe.config.schema import ConfigError, DeviceChoice
 from graphmoe.ops import IN_USE, symm
+from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
 from graphmoe.ops.symm.exchange import _take
@@ -20,7 +21,7 @@ from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules import resolve
-from graphmoe.runtime.dispatch import planned_dispatcher
+from graphmoe.runtime.dispatch import close_dispatcher, planned_dispatcher
 from graphmoe.runtime.dispatch import symm as module
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.worker import projected_memory
@@ -146,7 +147,10 @@ def test_an_axis_shares_memory_if_each_rank_sees_peers_and_has_memory(device, mo
     assert len(device.made) == peers
     assert {*IN_USE.shared} == ({"tp", "cp_tp"} if peers and not problem else set())
     assert len({*IN_USE.shared.values()}) <= 1
-    IN_USE.shared.clear()
+    for ends in (close_dispatcher, functools.partial(use_groups, None)):
+        IN_USE.shared["tp"] = mock.Mock()
+        ends()
+        assert IN_USE.shared == {}
 
 
 EXPERT = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)

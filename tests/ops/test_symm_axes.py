@@ -1,11 +1,14 @@
 """Collectives of an axis over peer memory are those of the definition, by interpreted or real kernels."""
 
 import itertools
+import math
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 
 from graphmoe.ops import IN_USE, collectives
+from graphmoe.ops.symm import launches
 from graphmoe.runtime.capture.graphs import GraphMaker
 from tests.emulated_peers import GUARD, Emulation
 from tests.ops.interpreted import KERNELS, device_of
@@ -86,3 +89,12 @@ def test_a_graph_and_what_follows_it_begin_with_a_barrier(backend):
         return counts
 
     assert Emulation(2, device_of(backend)).run(body) == [[2, 1, 2, 2, 2, 1]] * 2
+
+
+def test_any_number_of_sums_is_one_launch(monkeypatch):
+    kernel = MagicMock()
+    monkeypatch.setattr(launches.kernels, "sum_parts_kernel", kernel)
+    for shape, dim in (((4, 2**16, 2), 2), ((1, 2**12, 2**18), 1)):  # a launch has 65,535 rows of programs
+        part = torch.empty(shape, device="meta").chunk(2, dim)[0]
+        launches.sum_parts(Mock(size=2), 0, part, math.prod(shape[:dim]))
+    assert [call.args[0] for call in kernel.__getitem__.call_args_list] == [(2**18,), (2**17,)]

@@ -233,8 +233,9 @@ def way_back_kernel(
 @triton.jit(do_not_specialize=["me"])
 def sum_parts_kernel(address_P, part, offset, me, length, P: tl.constexpr, ELEMENTS: tl.constexpr):
     """Sum over ranks the ``length`` elements of this rank in each P * length of their memory, in fp32."""
-    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    group, is_element = tl.program_id(1).to(tl.int64), at < length
+    tiles = tl.cdiv(length, ELEMENTS)  # on one axis with the groups: others have at most 65,535 programs
+    at = tl.program_id(0) % tiles * ELEMENTS + tl.arange(0, ELEMENTS)
+    group, is_element = (tl.program_id(0) // tiles).to(tl.int64), at < length
     total = tl.zeros([ELEMENTS], tl.float32)
     for p in tl.static_range(P):
         base = tl.multiple_of((tl.load(address_P + p) + offset).to(part.dtype), 16)

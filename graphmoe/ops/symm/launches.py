@@ -160,7 +160,7 @@ def sum_parts(memory: SharedMemory, offset: int, part: Tensor, outer: int) -> No
     length = part.numel() // max(outer, 1)
     if length == 0:
         return
-    kernels.sum_parts_kernel[(triton.cdiv(length, SUM_PARTS), outer)](
+    kernels.sum_parts_kernel[(triton.cdiv(length, SUM_PARTS) * outer,)](
         memory.addresses, part, offset, memory.rank, length,
         P=memory.size, ELEMENTS=SUM_PARTS, num_warps=num_warps(SUM.threads),
     )  # fmt: skip

@@ -1,10 +1,11 @@
 """Waits for other ranks: what is counted, and on whose clock."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from graphmoe.ops import waits as module
 from graphmoe.ops.waits import Waits, use_waits, waiting
 from tests.ops.ahead_of_time import launches_of
 
@@ -16,18 +17,21 @@ def waits():
     use_waits(None)
 
 
-def test_waits_add_up_from_the_begin_of_a_step_that_counts(waits):
+def test_waits_add_up_from_the_begin_of_a_step_that_counts(waits, monkeypatch):
+    now = [0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
     waits.begin(counts=True)
-    for _ in range(2):
-        time.sleep(0.01)
+    for length in (20, 30):
+        now[0] += 1
         with waiting():
-            time.sleep(0.02)
+            now[0] += length
     with pytest.raises(RuntimeError), waiting():
+        now[0] += 7
         raise RuntimeError("a peer is gone")
-    assert 0.04e9 <= int(waits.total) < 0.055e9
+    assert int(waits.total) == 57
     waits.begin(counts=False)
     with waiting():
-        time.sleep(0.01)
+        now[0] += 10
     assert int(waits.total) == 0
     use_waits(None)
     with waiting():

@@ -56,10 +56,16 @@ def _logarithm(total: Node) -> Node | None:
 
 def _replace_of_ranks(total: Node) -> str | None:
     labels, ignored = operands(operand(operand(total), 1))
-    sums, axis, _ = operands(operand(operand(_logarithm(total))))
-    exponentials = operand(operand(sums)[0]) if is_op(sums, aten.stack) else None
+    of_ranks, subtracted = operand(operand(_logarithm(total))), operand(operand(operand(total)), 1)
+    sums, axis, _ = operands(of_ranks)
+    first, second = operand(sums) if is_op(sums, aten.stack) and len(operand(sums)) == 2 else (None, None)
+    exponentials = operand(first) if is_op(first, aten.sum) else None
     if not is_op(exponentials, aten.exp) or not is_op(shifted := operand(exponentials), aten.sub):
         return f"{name_of(sums)} is not a sum of exponentials beside the label's logit"
+    at_label = origin(operand(second)) if is_op(second, aten.masked_fill) else None
+    of_label = is_op(at_label, aten.gather) and operand(at_label) is shifted
+    if not of_label or not is_op(subtracted, aten.select) or operand(subtracted) is not of_ranks:
+        return f"{name_of(sums)} is not reduced for the loss of the label's logit"
     head = _head(operand(shifted), total, dtype(shifted))
     if isinstance(head, str):
         return head

@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy, linear, nll_loss
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.model.transformer import LossHead
+from graphmoe.ops.collectives import all_reduce
 from graphmoe.passes.fuse_loss import fuse_loss
 from graphmoe.plan.layout import Layout
 from tests.passes.blocks import DTYPES, D, Traced, assert_left, random, traced
@@ -124,6 +125,22 @@ LOOK_ALIKES = {  # name: (run, reason)
 @pytest.mark.parametrize(("run", "reason"), LOOK_ALIKES.values(), ids=LOOK_ALIKES)
 def test_look_alikes_stay_with_a_reason(run, reason):
     assert_left(traced(run, random(B * S, D), head().detach(), labels().flatten()), reason, fuse_loss)
+
+
+@pytest.mark.parametrize("factors", [(0.9, 1), (1, 0.9)], ids=["smoothed", "scaled"])
+def test_look_alikes_of_ranks_that_share_the_vocabulary_stay(factors):
+    share, scale = factors
+
+    def run(h_TD, w_VD, y_T):
+        logits_TV = linear(h_TD, w_VD)
+        shifted_TV = logits_TV - all_reduce(logits_TV.detach().amax(-1), "tp", 2, "max").unsqueeze(1)
+        own_T = (scale * shifted_TV).gather(1, y_T.remainder(V).unsqueeze(1)).squeeze(1)
+        sums_T = torch.stack([shifted_TV.exp().sum(-1), own_T.masked_fill(y_T >= V, 0.0)])
+        sums_T = all_reduce(sums_T, "tp", 2)
+        return (sums_T[0].log() - share * sums_T[1]).masked_fill(y_T == IGNORED, 0.0).sum()
+
+    plain = traced(run, random(B * S, D), head(), labels().flatten())
+    assert_left(plain, "is not reduced for the loss of the label's logit", fuse_loss)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,6 +23,7 @@ from graphmoe.runtime.host.files import FileSum, replace_text
 log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 4 << 20
+_SYNC_BYTES = 1 << 30  # written at once, so that the last sync is no long silence
 _PATIENCE_S = 300.0  # without a copied block, at the end of a run
 
 
@@ -36,7 +37,7 @@ class Mirror:
             from fsspec.implementations.local import LocalFileSystem
 
             self._fs, root = fsspec.core.url_to_fs(place)
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, OSError) as error:
             why = " ".join(str(error).split())
             raise ConfigError(
                 f"checkpoint.mirror={place} cannot be used ({why}); give a folder, or a URL whose package is "
@@ -175,9 +176,9 @@ class Updates:
         self._next = {"newest": newest, "keep": keep, "passed_over": [*passed_over], "skipped": skipped}
         self._go_on(0.0)
 
-    def end(self) -> None:
-        """Wait for updates, as long as they copy, and end the process."""
-        while self._next is not None or self.copied is not None:
+    def end(self, *, waits: bool) -> None:
+        """End the process; if it ``waits``, after its updates, for as long as they copy."""
+        while waits and (self._next is not None or self.copied is not None):
             self._go_on(_PATIENCE_S)
         if self._process is not None:
             self._process.close()
@@ -222,11 +223,17 @@ def _copy(
             num_bytes += len(block)
             digest.update(block)
             target.write(block)
-        target.flush()
-        with contextlib.suppress(OSError):  # a file at a URL has no descriptor
-            os.fsync(target.fileno())
+            if not num_bytes % _SYNC_BYTES:
+                _sync(target)
+        _sync(target)
     if (digest.hexdigest(), num_bytes) != (expected.sha256, expected.num_bytes):
         raise CheckpointError(f"{to.name} is damaged")
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    with contextlib.suppress(OSError):  # a file at a URL has no descriptor
+        os.fsync(file.fileno())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -112,11 +113,15 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Wait for the last save, raise its error, end the processes and free host memory."""
+        succeeds = sys.exc_info()[0] is None  # other ranks wait for an error of this one
         try:
             self.wait()
+        except BaseException:
+            succeeds = False
+            raise
         finally:
             if self._updates:
-                self._updates.end()
+                self._updates.end(waits=succeeds)
             self._copies.close()
             if self._saver is not None:
                 self._saver.close()
@@ -126,8 +131,7 @@ class CheckpointStore:
         """Fill ``state`` in place; return the step loaded, None without a checkpoint.
 
         A damaged checkpoint is logged, and replaced by the mirror's or else, unless ``step`` is given, the
-        previous one is used. ``partial``
-        reads only what ``state`` names and casts to its dtypes.
+        previous one is used. ``partial`` reads only what ``state`` names and casts to its dtypes.
 
         *Raises* CheckpointError if all are damaged, if ``step`` is missing, or with a list of mismatched
         entries; ``state`` is unchanged then.

@@ -53,8 +53,8 @@ class Gate:
     def before(self, loss: Tensor) -> None:
         """Make the update a no-op if the loss is too large."""
         optimizer = self._optimizer
-        # summed, since a fault may change the loss of one rank of those that have the same
-        (high,) = sums(self._mesh.group("cp_tp"), (~(loss <= self._limit)).float())
+        # summed, since a fault may change the loss of one rank, and all must agree on the verdict
+        (high,) = sums(self._mesh.group("world"), (~(loss <= self._limit)).float())
         optimizer.void.copy_(torch.maximum(optimizer.void, (high > 0) * self._holds))
         counters = optimizer.skipped, optimizer.skipped_in_row, optimizer.longest_skip
         self._counters = [(counter, counter.clone()) for counter in counters]

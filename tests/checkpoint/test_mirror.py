@@ -89,7 +89,7 @@ def test_a_process_that_dies_while_it_copies_leaves_whole_steps(places, caplog):
     while not [*mirrored.glob("step_*.tmp-*/*")]:
         time.sleep(0.001)
     os.kill(process.pid, signal.SIGKILL)
-    store._updates.end()
+    store._updates.end(waits=True)
     assert "ended (SIGKILL)" in caplog.text and mirror.Mirror("m", own).steps() == []
     save(store, 2)
     assert names(mirrored) == ["step_00000001", "step_00000002"]

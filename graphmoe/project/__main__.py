@@ -4,6 +4,7 @@ python -m graphmoe.project model=moe_1t parallel.pp=24 parallel.ep=8 train.micro
     hardware=mi355x nodes=96
 python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 recompute=all hardware=h200 format=json
 python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96 search=true
+python -m graphmoe.project experiment=deepseek_v3_512_mi325x hardware=mi325x sweep=gpus
 """
 
 import functools
@@ -22,6 +23,7 @@ EXAMPLES = [
     f"{RUN} parallel.pp=24 parallel.ep=8",
     "python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 recompute=all hardware=h200 format=json",
     f"{RUN} search=true",
+    "python -m graphmoe.project experiment=deepseek_v3_512_mi325x hardware=mi325x sweep=gpus",
 ]
 
 
@@ -45,16 +47,17 @@ def main(argv: list[str]) -> None:
 
 
 def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) -> None:
-    from graphmoe.project.document import project  # imports torch
+    from graphmoe.project.document import project, scaled  # imports torch
     from graphmoe.project.search import search
-    from graphmoe.project.tables import render, render_search, write_projection, write_search
+    from graphmoe.project.tables import render, render_scaled, render_search, write_projection, write_search
 
     if args.search:
         with working("projecting") as report:
             document = search(config, args, words, report, lambda line: print(line, file=sys.stderr))
     else:
-        document = project(config, args)
-    shown, write = (render_search, write_search) if args.search else (render, write_projection)
+        document = (scaled if args.sweep else project)(config, args)
+    shown = render_search if args.search else render_scaled if args.sweep else render
+    write = write_search if args.search else write_projection
     emit(document, shown(document), config.format)
     if args.page is not None:
         try:

@@ -20,6 +20,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.auto import ROUNDS, assumed_size
 
 Assumptions = enum.StrEnum("Assumptions", ("exact", "published"))
+Sweep = enum.StrEnum("Sweep", ("gpus",))
 
 
 @dataclass
@@ -41,15 +42,21 @@ class ProjectArgs:
     """Layouts that search=true lists, > 0."""
     try_fp8: bool = False
     """search=true tries each layout with precision.fp8=rowwise too."""
+    sweep: Sweep | None = None
+    """gpus: the layout with more data parallelism, on doubling numbers of nodes up to 4,096 GPUs."""
     page: Path | None = None
     """Page with pictures to write, a file that ends in .html."""
 
-    def place(self, launch: LaunchConfig, fixed: frozenset[str]) -> None:
-        """Set nodes and GPUs per node from a run's keys; without launch.nproc a node has all its GPUs."""
+    def place(self, launch: LaunchConfig, fixed: frozenset[str], replica: int = 1) -> None:
+        """Set nodes and GPUs per node from a run's keys; without launch.nproc a node has all its GPUs.
+
+        Without a number of nodes it is 1, or with a sweep the fewest for multiples of ``replica`` GPUs.
+        """
         is_open = launch.nproc == LaunchConfig.nproc and "launch.nproc" not in fixed
         if self.gpus_per_node is None and not is_open and launch.nproc != "auto":
             self.gpus_per_node = int(launch.nproc)
-        self.nodes = self.nodes or (1 if launch.nodes == "auto" else int(launch.nodes))
+        fewest = replica // math.gcd(replica, self.per_node) if self.sweep else 1
+        self.nodes = self.nodes or (fewest if launch.nodes == "auto" else int(launch.nodes))
 
     @property
     def card(self) -> Card:
@@ -118,6 +125,9 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
             problems.append(f"{word} sets another global batch for each layout; use train.global_batch_size")
     if args.search and args.assumptions is Assumptions.published:
         problems.append("search=true does not support assumptions=published; leave it out")
+    for key, is_given in (("search", args.search), ("page", args.page is not None)):
+        if args.sweep and is_given:
+            problems.append(f"sweep={args.sweep} does not support {key}=; leave one of the two out")
     if args.try_fp8 and not args.search:
         problems.append("try_fp8=true applies to search=true only; add that, or use precision.fp8=rowwise")
     if args.try_fp8 and FP8 in fixed_keys(words):
@@ -134,7 +144,7 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
     A rank has ``pipeline.microbatches`` micro-batches, or 4 per rank of a pipeline, or one. A search has
     4 * ``train.micro_batch_size`` sequences per GPU, and its layout is not checked yet.
     """
-    args.place(config.launch, fixed)
+    args.place(config.launch, fixed, replica_size(config))
     config = replace(
         config,
         launch=replace(config.launch, nproc=args.per_node, nodes=args.nodes),
@@ -152,6 +162,12 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
             count = config.pipeline.microbatches or (ROUNDS * layout.pp if layout.pp > 1 else 1)
             config.train.global_batch_size = assumed_size(config) * layout.dp * count
     return config
+
+
+def replica_size(config: RunConfig) -> int:
+    """Return the fewest GPUs of a layout, of which any other number is a multiple; 1 for sizes below 1."""
+    sizes = config.parallel
+    return max(sizes.pp * math.lcm(sizes.cp * sizes.tp, sizes.ep * sizes.etp), 1)
 
 
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules import violations
 from graphmoe.plan.rules.auto import value_of, with_values
-from graphmoe.project.arguments import Assumptions, ProjectArgs
+from graphmoe.project.arguments import Assumptions, ProjectArgs, replica_size
 from graphmoe.project.step_time import short_plan, step_time
 from graphmoe.training import memory
 from graphmoe.training.auto import decided, machine_of
@@ -30,6 +31,11 @@ NOT_COUNTED = (
     f"{FLUSH_BYTES // 2**20} MiB that moe.experts=auto clears while it times kernels, before the first step",
 )
 BF16 = 2
+MOST_GPUS = 4096
+SCALED = (
+    "num_ranks", "nodes", "global_batch_size", "tokens_per_s_per_gpu", "step_time_s", "bubble", "time_s",
+    "memory_gb", "fits", "fits_with_margin",
+)  # fmt: skip
 NEAR = "near the limit"
 
 
@@ -82,7 +88,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         **given(config, args, config.precision),
         "auto": config.run.auto,
         "assumptions": args.assumptions.value,
-        "layout": {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")},
+        "layout": sizes_of(layout),
         "micro_batch_size": config.train.micro_batch_size,
         "micro_batches": micro_batches,
         "replica_slots": plan.replica_slots,
@@ -108,6 +114,57 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "flops_per_step_per_rank": per_token * tokens / layout.size("world"),
         **time,
     }
+
+
+def scaled(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
+    """Project a resolved configuration on doubling numbers of nodes, by more data parallelism.
+
+    Layout, automatic keys and the micro-batches of a rank are those of ``args.nodes``. ``rows`` have
+    ``efficiency``, throughput relative to the fewest GPUs that have the memory, and ``shares`` of the step's
+    time; ``left_out`` has numbers of GPUs by reason. *Raises* ConfigError.
+    """
+    config = decided(config, machine_of(args.card, args.num_ranks))
+    layout, replica = Layout.of(config.parallel, args.num_ranks), replica_size(config)
+    of_rank = config.train.global_batch_size // layout.dp
+    rows, left_out = [], dict[str, list[int]]()
+    nodes, most = args.num_ranks // args.per_node, max(MOST_GPUS, args.num_ranks)
+    nodes //= nodes & -nodes  # its odd part
+    while (num_ranks := nodes * args.per_node) <= most:
+        dp = num_ranks * layout.dp // args.num_ranks
+        values = {"launch.nodes": nodes, "parallel.dp": None, "train.global_batch_size": of_rank * dp}
+        run = with_values(config, values)
+        problems = [f"the layout needs a multiple of {replica}"] if num_ranks % replica else violations(run)
+        if problems:
+            left_out.setdefault(problems[0].partition("; ")[0], []).append(num_ranks)
+        else:
+            found = project(run, replace(args, nodes=nodes))
+            shares = shares_of(found)
+            bound_by = next(iter(shares)) if found["fits"] else "memory"
+            rows.append({key: found[key] for key in SCALED} | {"bound_by": bound_by, "shares": shares})
+        nodes *= 2
+    first = next((row for row in rows if row["fits"]), None)
+    for row in rows:
+        rate = row["tokens_per_s_per_gpu"]
+        row["efficiency"] = rate / first["tokens_per_s_per_gpu"] if first and row["fits"] else None
+    of_run = {"layout": sizes_of(layout), "micro_batch_size": config.train.micro_batch_size}
+    of_run |= {"micro_batches": of_rank // of_run["micro_batch_size"], "auto": config.run.auto}
+    return {**given(config, args, config.precision), **of_run, "rows": rows, "left_out": left_out}
+
+
+def shares_of(document: Mapping[str, Any]) -> dict[str, float]:
+    """Return shares of a step's time, largest first; only the host's if its launches take longest."""
+    time, step = document["time_s"], document["step_time_s"]
+    if time["host"] >= step:
+        return {"host": 1.0}
+    keys = {"exchange": "exposed_exchange", "gradients": "exposed_gradients", "update": "update"}
+    shares = {name: time[key] / step for name, key in keys.items()}
+    shares["bubble"] = document["bubble"] * (1 - shares["gradients"] - shares["update"])
+    shares["compute"] = 1 - sum(shares.values())
+    return dict(sorted(shares.items(), key=lambda share: share[1], reverse=True))
+
+
+def sizes_of(layout: Layout) -> dict[str, int]:
+    return {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")}
 
 
 def _larger(config: RunConfig, num_ranks: int) -> dict[str, int]:

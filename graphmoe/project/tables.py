@@ -27,6 +27,9 @@ NO_ROOM = " if there were memory for it"
 WORDS = {**KINDS, "total": "total"}
 COLUMNS = ("layout", "schedule", "computed again", "size", "GB", "left", "bubble", "tokens/s/GPU")
 """Heads of a search's table; *size* is of a micro-batch, in sequences."""
+SCALED_COLUMNS = (
+    "GPUs", "nodes", "tokens/s/GPU", "efficiency", "step s", "bubble", "exchange s", "GB", "bound by",
+)  # fmt: skip
 
 
 def render(document: dict[str, Any]) -> Group:
@@ -174,6 +177,45 @@ def render_search(document: dict[str, Any]) -> Group:
     return Group(*shown)
 
 
+def render_scaled(document: dict[str, Any]) -> Group:
+    shown: list[RenderableType] = [
+        f"[bold]{document['model']}[/bold] on {document['hardware']}, {' '.join(_axes(document)) or 'dp'}: "
+        f"{number_of(document['micro_batches'], 'micro-batch')} of {document['micro_batch_size']} on each "
+        f"data-parallel rank; {precision_words(document)}; projected from {document['rates_from']}",
+        *[f"auto: {', '.join(document['auto'])}"] * bool(document["auto"]),
+        text_table(SCALED_COLUMNS, map(scaled_cells, document["rows"]), box=SIMPLE_HEAD, padding=0),
+    ]
+    rows, left_out = document["rows"], document["left_out"]
+    if not all(row["fits"] for row in rows):
+        shown.append(f"memory: not enough, the card has {document['card_gb']:,.0f} GB")
+    if not all(row["fits_with_margin"] for row in rows if row["fits"]):
+        shown.append(f"! {margin_words(document)}")
+    if left_out:
+        reasons = (f"{', '.join(f'{n:,}' for n in counts)} ({why})" for why, counts in left_out.items())
+        shown.append(f"left out, in GPUs: {escape('; '.join(reasons))}")
+    return Group(*shown)
+
+
+def scaled_cells(row: Mapping[str, Any]) -> list[str]:
+    largest = ", ".join(f"{name} {share:.0%}" for name, share in [*row["shares"].items()][:2])
+    return [
+        f"{row['num_ranks']:,}",
+        f"{row['nodes']:,}",
+        f"{row['tokens_per_s_per_gpu']:,.0f}",
+        f"{row['efficiency']:.1%}" if row["fits"] else "-",
+        f"{row['step_time_s']:,.3f}",
+        f"{row['bubble']:.1%}",
+        f"{row['time_s']['exposed_exchange']:,.3f}",
+        f"{'! ' * (row['fits'] and not row['fits_with_margin'])}{row['memory_gb']['total']:,.1f}",
+        largest if row["fits"] else row["bound_by"],
+    ]
+
+
+def _axes(line: Mapping[str, Any]) -> list[str]:
+    sizes = ((axis, line["layout"][axis]) for axis in ("pp", "tp", "cp", "ep", "etp"))
+    return [f"{axis}{size}" for axis, size in sizes if size > 1]
+
+
 def joined_or(values: Sequence[object]) -> str:
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
@@ -205,8 +247,7 @@ def recommendation(document: Mapping[str, Any]) -> str:
 
 
 def cells(line: dict[str, Any]) -> list[str]:
-    axes = {axis: line["layout"][axis] for axis in ("pp", "tp", "cp", "ep", "etp")}
-    cuts = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+    cuts = _axes(line)
     cuts += ["ring"] * ("parallel.cp_method=ring" in line["words"])
     cuts += ["fp8"] * (line["fp8"] != "none")
     pipeline = line["pipeline"]

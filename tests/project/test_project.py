@@ -182,6 +182,10 @@ hardware=h100 page=nowhere/x.html | page=nowhere/x.html: there is no folder nowh
 hardware=h100 search=true pipeline.microbatches=8 | use train.global_batch_size
 hardware=h100 search=true assumptions=published | does not support assumptions=published
 hardware=h100 search=true parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
+hardware=h100 sweep=nodes | error: sweep=nodes: expected one of gpus
+hardware=h100 sweep=gpus search=true | sweep=gpus does not support search=; leave one of the two out
+hardware=h100 sweep=gpus page=a.html | sweep=gpus does not support page=; leave one of the two out
+hardware=h100 sweep=gpus nodes=1 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
 """
 
 
@@ -212,6 +216,18 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project):
     assert "Nothing fits 8 cards of 80 GB." in page.read_text()
 
 
+def test_a_sweep_prints_a_row_for_each_number_of_gpus(project, document):
+    words = ("hardware=h200", "data.seq_len=128", "parallel.pp=2", "parallel.ep=8", "sweep=gpus")
+    found = document(*words)
+    assert found["left_out"] == {"the layout needs a multiple of 16": [8]}
+    counts = [row["num_ranks"] for row in found["rows"]]
+    assert counts == [16 << n for n in range(9)]
+    result = project(*words)
+    lines = [line.split()[:3] for line in result.out.splitlines()]
+    rows = [[f"{row['num_ranks']:,}", f"{row['nodes']:,}"] for row in found["rows"]]
+    assert [line[:2] for line in lines if line[:2] in rows] == rows, result.err
+
+
 def test_no_key_of_a_run_is_taken_for_a_misspelt_one_of_the_tool():
     keys = [*typing.get_type_hints(ProjectArgs)]
     check_words([f"{key}=x" for key in (*known_keys(), *(p.name for p in (ROOT / "conf").iterdir()))], keys)
@@ -233,10 +249,10 @@ COMMANDS = [
 
 @pytest.mark.slow
 def test_commands_of_the_documentation_project_what_fits(tmp_path, document):
-    """Searches are left to their own tests, files of rates to those who measured them."""
+    """Searches and sweeps are left to their own tests, files of rates to those who measured them."""
     shown = [*COMMANDS, *(example.partition("graphmoe.project ")[2] for example in EXAMPLES)]
-    shown = [words.replace("rates=rates.json", "") for words in shown if "search=" not in words]
-    singles = {" ".join(words.split()) for words in shown}
+    shown = [words for words in shown if not re.search("search=|sweep=", words)]
+    singles = {" ".join(words.replace("rates=rates.json", "").split()) for words in shown}
     assert len(singles) >= 5
     for words in sorted(singles):
         expected = "pipeline.virtual_stages=4" not in words  # the one that is said not to fit

@@ -58,11 +58,11 @@ COMMANDS = {
 }
 """Commands of one file stand to the right of all rooms."""
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 350, 63_660, 50_100, 20
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 350, 63_850, 50_430, 20
 MAX_OF_ROOMS = {
-    "ops": 10_680, "plan": 6_755, "training": 5_695, "runtime": 9_155, "bench": 2_540, "project": 1_780,
-    "report trace pipeline_view web_page": 3_540, "checkpoint run": 6_015, "command": 1_735, "data": 3_170,
-    "passes": 2_220, "model": 2_590, "config": 2_125, "optim": 2_065, "doctor": 1_235,
+    "ops": 10_685, "plan": 6_755, "training": 5_695, "runtime": 9_175, "bench": 2_540, "project": 1_895,
+    "report trace pipeline_view web_page": 3_540, "checkpoint run": 6_030, "command": 1_740, "data": 3_170,
+    "passes": 2_225, "model": 2_590, "config": 2_155, "optim": 2_065, "doctor": 1_235,
 }  # fmt: skip
 """Lines. A limit is raised only in a commit of its own, which says what was removed to make room."""
 

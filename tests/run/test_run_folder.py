@@ -15,7 +15,12 @@ from graphmoe.run.folder import announce, claim, passed_over
 from graphmoe.run.metrics_file import cut_metrics
 from tests.forked import FORKS
 
-CONFIG = {"model": {"name": "tiny", "norm_eps": 1e-6, "tags": ["a"]}, "optim": {"lr": 3e-4}, "format": "text"}
+CONFIG = {
+    "model": {"name": "tiny", "norm_eps": 1e-6, "tags": ["a"]},
+    "optim": {"lr": 3e-4},
+    "format": "text",
+    "checkpoint": {"mirror": None},
+}
 OTHER = {**CONFIG, "optim": {"lr": 1e-3}}
 
 

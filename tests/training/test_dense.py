@@ -48,7 +48,7 @@ def test_the_command_sums_up_a_dense_run_and_refuses_typed_keys_of_experts(tmp_p
 @pytest.mark.parametrize("name", ["llama3_8b", "qwen3_0_6b"])
 def test_a_preset_is_projected_and_its_dry_run_holds_what_is_counted(name):
     words = (f"model={name}", "data=synthetic", "launch.fake_world=8", "parallel.tp=2", "model.num_layers=4")
-    run = compose_config(*words, "train.micro_batch_size=1", "compile=none")
+    run = compose_config(*words, "train.micro_batch_size=1")
     assert (run.moe.dispatcher, run.moe.sync_free_stage, run.pipeline.ep_overlap) == ("local", 0, False)
     assert run.model.num_dense_layers == 4 and count_parameters(run.model)["total"]["routed_experts"] == 0
     plan, document = plan_of(run, 8), dry_run(run)

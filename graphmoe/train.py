@@ -47,7 +47,7 @@ from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import CONFIG_FILE, SUMMARY_FILE, display_path, write_json
 from graphmoe.run.metrics_file import render, value_of
 from graphmoe.runtime.host.files import temporary_folder
-from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
+from graphmoe.runtime.host.logs import FILE_ONLY, keep_streams, start_logging
 from graphmoe.runtime.host.signals import (
     FOLDER_HELD,
     LAUNCHED_AT,
@@ -77,6 +77,7 @@ EXAMPLES = (
 
 def main() -> None:
     exit_at_signals()
+    keep_streams()
     gc.disable()  # until training begins
     try:
         starter = started_by() if num_pods() is None else None  # a pod is a node, with workers of its own

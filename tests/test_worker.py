@@ -90,7 +90,8 @@ def test_a_worker_takes_the_number_of_workers_that_there_are():
         _adapted(config(), four)
 
 
-def test_a_signal_while_the_command_ends_gives_its_status():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_signal_while_the_command_ends_gives_its_status(unbuffered):
     script = """
 import os, signal, sys
 from graphmoe.train import main
@@ -100,7 +101,9 @@ try:
 finally:
     os.kill(os.getpid(), signal.SIGINT)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    line = [sys.executable, "-c", script]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr.startswith("error: unknown key 'model.num_layer'")
     assert done.stderr.endswith("\nSIGINT received: ending\n")
 

@@ -189,9 +189,9 @@ def keep_streams() -> None:
             continue
         with suppress(OSError):
             old.flush()
-        _streams[title] = _Stream(title, old.fileno())
+        stream = _streams[title] = _Stream(title, old.fileno())
         new = _MaskedText(
-            io.BufferedWriter(_streams[title]),
+            stream if old.write_through else io.BufferedWriter(stream),  # with PYTHONUNBUFFERED as without us
             encoding=old.encoding,
             errors=old.errors,
             line_buffering=old.line_buffering,

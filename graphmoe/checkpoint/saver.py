@@ -174,7 +174,7 @@ class Program:
             os._exit(0)
         if time.monotonic() > self._told_s + _POLL_S:
             self._told_s = time.monotonic()
-            with contextlib.suppress(BlockingIOError):  # nobody reads during training
+            with contextlib.suppress(BlockingIOError):  # the trainer reads only while it waits
                 self._socket.send(b"\n", socket.MSG_DONTWAIT)
 
 

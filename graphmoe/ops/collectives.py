@@ -14,7 +14,7 @@ from graphmoe.plan.layout import Axis
 # public names since torch 2.13, which warns of the private ones
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-SHARED_DTYPES = (torch.float32, *HALF_DTYPES)
+SUMMED_DTYPES = (torch.float32, *HALF_DTYPES)  # by kernels that read peers
 Reduction = Literal["sum", "max"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -111,7 +111,7 @@ def over_ranks(part: Part, lse_C: Tensor, at_label_C: Tensor) -> tuple[Tensor, T
 @torch.library.custom_op("graphmoe::all_gather", mutates_args=())
 def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
     whole = x.new_empty(_exchanged(x, size, join=dim))
-    if (shared := IN_USE.shared.get(axis)) and x.dtype in SHARED_DTYPES:
+    if shared := IN_USE.shared.get(axis):
         return shared.exchange(x, whole, None, dim)
     group = group_of(axis, size)  # type: ignore[arg-type]
     if math.prod(x.shape[:dim]) == 1:  # the parts are contiguous in memory
@@ -128,7 +128,7 @@ def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
 @torch.library.custom_op("graphmoe::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
     part = x.new_empty(_exchanged(x, size, split=dim))
-    if (shared := IN_USE.shared.get(axis)) and x.dtype in SHARED_DTYPES:
+    if (shared := IN_USE.shared.get(axis)) and x.dtype in SUMMED_DTYPES:
         return shared.reduce(x, part, dim)
     if math.prod(x.shape[:dim]) > 1:
         x = x.unflatten(dim, (size, -1)).movedim(dim, 0)
@@ -140,7 +140,7 @@ def _reduce_scatter(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
 @torch.library.custom_op("graphmoe::all_to_all", mutates_args=())
 def _all_to_all(x: Tensor, axis: str, size: int, split: int, join: int) -> Tensor:
     whole = x.new_empty(_exchanged(x, size, split, join))
-    if (shared := IN_USE.shared.get(axis)) and x.dtype in SHARED_DTYPES:
+    if shared := IN_USE.shared.get(axis):
         return shared.exchange(x, whole, split, join)
     parts = x.unflatten(split, (size, -1)).movedim(split, 0).contiguous()
     received = torch.empty_like(parts)

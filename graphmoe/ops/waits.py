@@ -17,7 +17,7 @@ class Waits:
         self._counts = False
 
     def begin(self, *, counts: bool) -> None:
-        """Start to count from 0; without ``counts`` only in graphs, where it costs the host nothing."""
+        """Reset to 0. Without ``counts`` only waits in graphs count, at no cost on the host."""
         self._counts = counts
         self.total.zero_()
 

@@ -358,9 +358,8 @@ def share_memory(families: Sequence[Family], names: Iterable[str], num_places: i
     buffers = [(f.layout, dict(zip(f.names, f.weights, strict=True))) for f in sharded]
     buckets = [(family, bucket) for family in sharded for bucket in family.layout.buckets]
     slots = gradient_slots(buffers, names)
-    device = families[0].device
-    dtypes = {family.storage.gradients for family in sharded}
-    memory = [torch.zeros(n, dtype=dtype, device=device) for n in slots.lengths for dtype in dtypes]
+    device, dtype = families[0].device, families[0].storage.gradients
+    memory = [torch.zeros(length, dtype=dtype, device=device) for length in slots.lengths]
     weights: dict[int, list[Tensor]] = {}
     shared: dict[int, list[tuple[Family, Bucket]]] = {}
     for number, (family, bucket) in enumerate(buckets):

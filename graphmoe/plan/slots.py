@@ -42,7 +42,7 @@ class Slots(NamedTuple):
         return self.of_buckets.count(self.of_buckets[bucket]) > 1
 
     def weight_length(self, places: int) -> int:
-        """Return the elements of slots of weights, of which ``places`` are for each that is shared."""
+        """Return the number of elements of weight slots; each shared slot has ``places`` copies."""
         counts = Counter(self.of_buckets)
         return sum(n * (places if counts[slot] > 1 else 1) for slot, n in enumerate(self.lengths))
 

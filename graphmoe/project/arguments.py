@@ -165,7 +165,7 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
 
 
 def replica_size(config: RunConfig) -> int:
-    """Return the fewest GPUs of a layout, of which any other number is a multiple; 1 for sizes below 1."""
+    """Return the fewest GPUs that a layout can have; others are multiples. 1 for sizes below 1."""
     sizes = config.parallel
     return max(sizes.pp * math.lcm(sizes.cp * sizes.tp, sizes.ep * sizes.etp), 1)
 

@@ -27,7 +27,6 @@ from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import symmetric_memory
 
 SHARED_AXES: tuple[Axis, ...] = ("tp", "cp", "cp_tp")
-FIRST_BYTES = 1 << 20
 log = logging.getLogger(__name__)
 
 
@@ -74,19 +73,21 @@ def share_axes(mesh: Mesh, ranks: Ranks, device: torch.device) -> None:
     """Let collectives of `use_groups` along tp and cp read peers' memory if all ranks can. Collective."""
     if device.type != "cuda":
         return
-    gpus, problem = range(torch.cuda.device_count()), ""
+    gpus, problem, per_node = range(torch.cuda.device_count()), "", ranks.local_size
     own = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in range(a))
     has_peers = all(ranks.gather(own))  # ranks may see different GPUs, and those of an axis must agree
     made: dict[dist.ProcessGroup, SharedAxis] = {}
     for axis in SHARED_AXES:
-        nodes = {rank // ranks.local_size for rank in mesh.layout.group(axis, mesh.rank)}
-        if (group := mesh.group(axis)) is None or len(nodes) > 1 or not has_peers:
+        if (group := mesh.group(axis)) is None:
+            continue
+        if not has_peers or len({rank // per_node for rank in mesh.layout.group(axis, mesh.rank)}) > 1:
+            log.info("collectives along %s use NCCL: its GPUs do not read each other's memory", axis)
             continue
         if group not in made:  # axes with the same ranks have one group
             memory = SymmetricMemory(group, f"collectives along {axis}", "lower train.micro_batch_size")
             made[group] = SharedAxis(memory)
             try:
-                memory.reserve(FIRST_BYTES)
+                memory.reserve(1 << 20)
             except ConfigError as error:
                 problem = str(error).partition(";")[0]
         IN_USE.shared[axis] = made[group]

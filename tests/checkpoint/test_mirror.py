@@ -77,7 +77,7 @@ def test_a_mirror_that_fails_is_told_of_and_gets_all_at_the_next_save(places, tm
     save(store, 2)
     assert names(mirrored) == ["step_00000001", "step_00000002"]
     flip_bit(own / "step_00000002" / "__0_0.distcp")
-    save(store, 3)  # nobody has read step 2
+    save(store, 3)  # before step 2 is loaded
     assert load(store_of(own)) == 3 and names(mirrored) == ["step_00000002", "step_00000003"]
 
 

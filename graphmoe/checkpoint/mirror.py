@@ -4,26 +4,22 @@ In a folder a step gets its name by a rename, as in the run's folder. At a URL i
 and removed first, so a step without one is not there. Files are compared with their SHA-256 on the way.
 """
 
-import contextlib
 import hashlib
 import logging
-import os
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import IO, Any
 
 from graphmoe.checkpoint import folders
 from graphmoe.checkpoint.folders import MANIFEST, CheckpointError, files_in, folder_of
-from graphmoe.checkpoint.saver import Program, Saver
+from graphmoe.checkpoint.saver import BLOCK_BYTES, Program, Saver, write_file
 from graphmoe.config.schema import CheckpointConfig, ConfigError
 from graphmoe.config.untrusted import LARGEST_BYTES
 from graphmoe.runtime.host.files import FileSum, replace_text
 
 log = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 4 << 20
-_SYNC_BYTES = 1 << 30  # written at once, so that the last sync is no long silence
 _PATIENCE_S = 300.0  # without a copied block, at the end of a run
 
 
@@ -216,24 +212,14 @@ def _copy(
     expected: FileSum,
     check: Callable[[], object],
 ) -> None:
-    digest, num_bytes = hashlib.sha256(), 0
-    with opener(to, "wb") as target:
-        while num_bytes <= expected.num_bytes and (block := source.read(_BLOCK_BYTES)):
-            check()
+    def blocks() -> Iterator[bytes]:
+        num_bytes = 0
+        while num_bytes <= expected.num_bytes and (block := source.read(BLOCK_BYTES)):
             num_bytes += len(block)
-            digest.update(block)
-            target.write(block)
-            if not num_bytes % _SYNC_BYTES:
-                _sync(target)
-        _sync(target)
-    if (digest.hexdigest(), num_bytes) != (expected.sha256, expected.num_bytes):
+            yield block
+
+    if write_file(to, blocks(), check, opener) != (expected.sha256, expected.num_bytes):
         raise CheckpointError(f"{to.name} is damaged")
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    with contextlib.suppress(OSError):  # a file at a URL has no descriptor
-        os.fsync(file.fileno())
 
 
 if __name__ == "__main__":

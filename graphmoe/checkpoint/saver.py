@@ -8,6 +8,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import mmap
 import os
@@ -21,7 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20
+_SYNC_BYTES = 1 << 30  # synced at once, so that the last sync is no long silence
 _POLL_S = 1.0
 
 
@@ -42,20 +44,28 @@ class Place(NamedTuple):
 
 
 def write_file(
-    path: str, parts: Iterable[Any], check: Callable[[], object] = lambda: None
-) -> tuple[str, int]:
+    path: Any, parts: Iterable[Any], check: Callable[[], object] = lambda: None,
+    opener: Callable[[Any, str], Any] = open,
+) -> tuple[str, int]:  # fmt: skip
     """Write and fsync a file; return its SHA-256 and size. ``check`` is called before each block."""
     digest, num_bytes = hashlib.sha256(), 0
-    with open(path, "wb", buffering=1 << 20) as file:
+    with opener(path, "wb") as file:
         for part in parts:
-            for at in range(0, len(part), _BLOCK_BYTES):
+            for at in range(0, len(part), BLOCK_BYTES):
                 check()
-                block = part[at : at + _BLOCK_BYTES]
+                block = part[at : at + BLOCK_BYTES]
                 digest.update(block)
                 num_bytes += file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
+                if not num_bytes % _SYNC_BYTES:
+                    _sync(file)
+        _sync(file)
     return digest.hexdigest(), num_bytes
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    with contextlib.suppress(io.UnsupportedOperation):  # a file at a URL has no descriptor
+        os.fsync(file.fileno())
 
 
 class Saver:

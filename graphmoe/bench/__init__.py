@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 NOISE = 0.01  # times of equal runs differ by up to 1%
-SuiteName = enum.StrEnum(
-    "SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection", "replicas")
-)
+SuiteName = enum.StrEnum("SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection"))
 ShapeChoice = enum.StrEnum("ShapeChoice", ("auto", "full", "tiny"))
 
 
@@ -29,8 +27,7 @@ class BenchArgs:
     suite: SuiteName = SuiteName.ops
     """ops: operations alone. step: training by graph.scope. dispatch: exchange of tokens, by torchrun.
     ladder: training on several GPUs, one feature more in each run. calibrate: rates of this machine for
-    projections, by torchrun between its GPUs too. projection: short runs beside their projections.
-    replicas: the plan of replicas of hot experts, simulated on loads without a GPU."""
+    projections, by torchrun between its GPUs too. projection: short runs beside their projections."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""
     repeats: int = 20

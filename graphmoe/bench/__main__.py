@@ -6,7 +6,6 @@ torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch
 python -m graphmoe.bench suite=calibrate out=rates.json
 python -m graphmoe.bench suite=projection rates=rates.json out=projection.json
 python -m graphmoe.bench suite=ladder nproc=4 out=ladder.json stop_after_s=300
-python -m graphmoe.bench suite=replicas only=ep64/e256
 
 Times are medians of device time, with cold caches for operations. A failed case is a row with the reason, the
 others go on, and the exit status is 1. A suite that ends early leaves its rows beside out=ops.json, in
@@ -51,10 +50,10 @@ def main(argv: list[str]) -> None:
 
 
 def suites() -> dict[SuiteName, Suite]:
-    from graphmoe.bench import calibrate_suite, dispatch_suite, ops_suite, replicas_suite, runs
+    from graphmoe.bench import calibrate_suite, dispatch_suite, ops_suite, runs
 
     first = ops_suite.OPS, runs.STEP, dispatch_suite.DISPATCH, runs.LADDER, calibrate_suite.CALIBRATE
-    return dict(zip(SuiteName, (*first, runs.PROJECTION, replicas_suite.REPLICAS), strict=True))
+    return dict(zip(SuiteName, (*first, runs.PROJECTION), strict=True))
 
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The benchmark tool: every operation at tiny shapes, floors, failures, arguments, kept rows, replicas."""
+"""The benchmark tool: every operation at tiny shapes, floors, failures, arguments, kept rows."""
 
 import json
 import logging
@@ -12,8 +12,6 @@ from graphmoe.bench import BenchArgs
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import ops_suite as ops
 from graphmoe.bench.cases import Case, Operation, earlier_rows, keep, run_cases
-from graphmoe.bench.replicas_suite import MODELS, Sizes, planned
-from graphmoe.ops import replicas
 from tests.runs import refusal
 
 CPU = torch.device("cpu")
@@ -73,37 +71,6 @@ def test_every_case_runs_and_stdout_is_what_the_file_holds(tmp_path, capsys, mon
     row = r"\| grouped_mlp/v2_lite/forward \| torch( \| [\d.e-]+( to [\d.]+)?){5} \|  \|"
     assert re.fullmatch(row, table_of(document)[2])
     assert "times of a CPU" in (text := bench.render(document)) and "790 TFLOP/s" in text
-
-
-def test_replicas_have_bytes_and_times_worked_out_by_hand():
-    document = documented("suite=replicas", "device=cpu", "only=ep8/e64/hot_rank,ep16/e64/trained_3.0")
-    hot, with_slack, trained, _ = document["rows"]
-    assert hot["before"] == pytest.approx(2, abs=0.01) and (hot["after"], with_slack["slack"]) == (1, 1024)
-    assert trained["before"] == pytest.approx(3, abs=0.02) and trained["after"] == 1
-    assert 1.01 < with_slack["after"] <= 1 + 1 / 64
-    assert (hot["replicas"], hot["busiest_link"]) == (7, 7)  # each other rank lacks rows, and one has them
-    expert = 3 * 7168 * 2048
-    assert hot["moved_bytes"]["deepseek_v3"] == 7 * expert * (2 + 2 + 4)
-    link_s, experts_s = 7 * expert * 8 / 325e9, 6 * expert * 8192 * 8 / (0.7 * 790e12)
-    times = hot["time_exposed"]
-    assert times["deepseek_v3"] == pytest.approx(1 + link_s / experts_s)
-    assert times["deepseek_v3"] == pytest.approx(times["deepseek_v2_lite"])
-    assert hot["time_beside_attention"] == {"deepseek_v3": 1, "deepseek_v2_lite": 1}
-    shown = table_of(document)[2]
-    assert shown.startswith("| ep8/e64/hot_rank | 0 | 2.0") and f"| {7 * expert * 8 / 1e9:.2f} |" in shown
-    assert "a simulation" in bench.render(document)
-
-
-def test_rows_that_cross_ranks_are_those_of_the_split():
-    counts_RE = torch.randint(0, 60, (4, 8), generator=torch.Generator().manual_seed(0)).int()
-    counts_RE[:, 2] *= 9
-    row = planned(counts_RE, 0, {name: Sizes(1, 1) for name in MODELS})
-    plan = replicas.plan(counts_RE, 2, 0)
-    ends_RER = torch.stack([replicas.plain_places(counts_RE, *plan, rank)[0] for rank in range(4)])
-    sent_RR = ends_RER.diff(dim=2, prepend=torch.zeros(4, 8, 1, dtype=torch.int32)).sum(1)
-    crossing, without = (int(each.sum() - each.trace()) for each in (sent_RR, counts_RE.view(4, 4, 2).sum(2)))
-    more = row["more_sent_rows"] * int(counts_RE.sum())
-    assert row["replicas"] and more == pytest.approx(crossing - without)
 
 
 WRONG = (

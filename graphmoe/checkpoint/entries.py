@@ -17,7 +17,6 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard, whole_shape
 from graphmoe.checkpoint.folders import CheckpointError
@@ -41,7 +40,6 @@ class Entries:
         return self.tensors.keys() | self.values.keys()
 
     def of(self, kind: type[Kind]) -> dict[str, Kind]:
-        """Return the tensor entries of one type; Tensor includes DTensor."""
         return {name: each for name, each in self.tensors.items() if isinstance(each, kind)}
 
     @property
@@ -228,9 +226,7 @@ class HostCopies:
 
 def local_part(tensor: Tensor | FlatShard) -> Tensor:
     """Return this rank's part of a tensor, detached, sharing its memory."""
-    if isinstance(tensor, FlatShard):
-        return tensor.data.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.data if isinstance(tensor, FlatShard) else tensor).detach()
 
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
@@ -240,7 +236,6 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
     keys = {
         name: (name, each.place if isinstance(each, FlatShard) else ())
         for name, each in entries.tensors.items()
-        if not isinstance(each, DTensor)
     }
     sizes = {key: local_part(entries.tensors[name]).nbytes for name, key in keys.items()}
     named = ranks.gather((sizes, list(entries.values)))
@@ -249,7 +244,7 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
     # a plain value named by several ranks is saved by the first
     earlier = set().union(*values[: ranks.rank])
     return Entries(
-        {n: t for n, t in entries.tensors.items() if n not in keys or writers[keys[n]] == ranks.rank},
+        {n: t for n, t in entries.tensors.items() if writers[keys[n]] == ranks.rank},
         {n: value for n, value in entries.values.items() if n not in earlier},
     )
 

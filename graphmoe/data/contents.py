@@ -50,12 +50,6 @@ class ContentCheck:
             self._raised = True
             raise self._found
 
-    def wait(self) -> None:
-        """Wait for all checks. *Raises* DataError for a damaged file."""
-        if self._files:
-            self._thread.join()
-        self.raise_damage()
-
     def close(self) -> None:
         """Stop the thread; log a warning about unchecked or damaged files."""
         if not self._files:

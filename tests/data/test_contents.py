@@ -133,8 +133,10 @@ def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_pa
     corpus = open_data(both, seq_len=10, vocab_size=1000)
     assert corpus.bad == {"unreadable file": 1} and len(corpus.train.documents.files) == 1
     monkeypatch.setattr("graphmoe.data.sources.files.SMALL_BYTES", 0)
+    check = open_pair(prefix).check
+    check._run()  # to the end, whatever its thread has done
     with pytest.raises(DataError, match=r"m\.bin: its sha256 differs .*; restore the file"):
-        open_pair(prefix).check.wait()
+        check.raise_damage()
 
 
 def test_a_wrong_file_of_sums_is_an_error_that_names_it(prefix):

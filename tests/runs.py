@@ -31,7 +31,7 @@ from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.metrics_file import BESIDE_STEPS, OF_RANKS
+from graphmoe.run.metrics_file import BESIDE_STEPS
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.training.auto import decided
 from graphmoe.training.setup import build_trainer
@@ -57,7 +57,7 @@ COMPILED_MODEL = (
 fewer micro-batches are asked for by the global batch, since the size of each is part of every graph."""
 COMPILED = ("compile.enabled=true", *COMPILED_MODEL)
 TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "start_s", "epoch"}
-TIMED |= {*BESIDE_STEPS, *OF_RANKS}
+TIMED |= {*BESIDE_STEPS, "slowest_rank", "slowest_own_s", "median_own_s", "slow_ranks"}
 """Keys of a metrics row that may differ between two runs of the same configuration."""
 
 QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "checkpoint.interval=0")

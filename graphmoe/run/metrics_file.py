@@ -22,8 +22,6 @@ Row = dict[str, Any]
 MEDIANS = ("step_s", "tokens_per_s", "tflops", "mfu")
 # host seconds of rank 0 waiting for data, or outside of steps
 BESIDE_STEPS = ("data_s", "validation_s", "checkpoint_s")
-# of a logged step of several ranks
-OF_RANKS = ("slowest_rank", "slowest_own_s", "median_own_s", "slow_ranks")
 SLOW, IN_A_ROW = 1.2, 10  # times the median from which a rank is late; logged steps after which it is slow
 
 log = logging.getLogger(__name__)

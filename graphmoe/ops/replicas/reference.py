@@ -22,13 +22,6 @@ class Replicas:
     """Expert in each replica slot; -1 for none."""
     rows_RS: list[list[int]]
 
-    def loads(self) -> list[int]:
-        owned = len(self.home_E) // len(self.rows_RS)
-        return [
-            sum(self.home_E[rank * owned : (rank + 1) * owned]) + sum(rows)
-            for rank, rows in enumerate(self.rows_RS)
-        ]
-
     def copies(self, expert: int) -> list[int]:
         """Return the rows of an expert that each rank computes."""
         found = [

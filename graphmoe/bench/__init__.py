@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 NOISE = 0.01  # times of equal runs differ by up to 1%
-SuiteName = enum.StrEnum("SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection"))
+SuiteName = enum.StrEnum("SuiteName", "ops step dispatch ladder calibrate projection regress")
 ShapeChoice = enum.StrEnum("ShapeChoice", ("auto", "full", "tiny"))
 
 
@@ -27,7 +27,8 @@ class BenchArgs:
     suite: SuiteName = SuiteName.ops
     """ops: operations alone. step: training by graph.scope. dispatch: exchange of tokens, by torchrun.
     ladder: training on several GPUs, one feature more in each run. calibrate: rates of this machine for
-    projections, by torchrun between its GPUs too. projection: short runs beside their projections."""
+    projections, by torchrun between its GPUs too. projection: short runs beside their projections.
+    regress: figures of the docs beside this card's baselines; exit status 1 if one is 3% worse."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""
     repeats: int = 20
@@ -47,7 +48,7 @@ class BenchArgs:
     """step, ladder, projection: further overrides of the runs, separated by commas, such as
     model=mixtral_8x7b,model.num_layers=2."""
     limit_s: int = 300
-    """step, ladder, projection: seconds that a job may take, > 0; calibrate: that the row of the host may."""
+    """step, ladder, projection, regress: seconds that a job may take, > 0; calibrate: the row of the host."""
     passes: int = 3
     """ladder: jobs of each rung, > 0, in alternating order: forward, backward, forward."""
     stop_after_s: int | None = None
@@ -57,6 +58,8 @@ class BenchArgs:
     step, projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
     rates: Path | None = None
     """projection: document of suite=calibrate, or another file of rates; default: the tool's own."""
+    write: bool = False
+    """regress: write the figures as the baselines of this card, benchmarks/baselines/<card>.json."""
     blocks: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.95, 1.1])
     """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None
@@ -75,10 +78,11 @@ OF_SUITES = {
     "seq_lens": (SuiteName.step,),
     "micro_batch_sizes": (SuiteName.step, SuiteName.ladder),
     "overrides": OF_RUNS,
-    "limit_s": (*OF_RUNS, SuiteName.calibrate),
+    "limit_s": (*OF_RUNS, SuiteName.calibrate, SuiteName.regress),
     "passes": (SuiteName.ladder,),
     "stop_after_s": (SuiteName.ladder,),
     "rates": (SuiteName.projection,),
+    "write": (SuiteName.regress,),
     "blocks": (SuiteName.dispatch,),
     "nproc": OF_RUNS,
 }
@@ -124,6 +128,8 @@ def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
         elif isinstance(value, list) and not all(0 < each <= MOST.get(name, each) for each in value):
             most = f" and at most {MOST[name]}" if name in MOST else ""
             yield f"{name}={shown}: use numbers above 0{most}, such as {name}=1,2"
+    if args.write and args.only:
+        yield f"write=true writes the figures of all cases; leave out only={','.join(args.only)}"
     if args.device is DeviceChoice.cuda and not on_gpu:
         yield "device=cuda, but torch sees no GPU; use device=cpu or device=auto"
     if args.shapes is ShapeChoice.full and not on_gpu:

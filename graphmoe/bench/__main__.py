@@ -6,6 +6,7 @@ torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch
 python -m graphmoe.bench suite=calibrate out=rates.json
 python -m graphmoe.bench suite=projection rates=rates.json out=projection.json
 python -m graphmoe.bench suite=ladder nproc=4 out=ladder.json stop_after_s=300
+python -m graphmoe.bench suite=regress
 
 Times are medians of device time, with cold caches for operations. A failed case is a row with the reason, the
 others go on, and the exit status is 1. A suite that ends early leaves its rows beside out=ops.json, in
@@ -33,27 +34,31 @@ CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show 
 
 def main(argv: list[str]) -> None:
     args = parse_args(BenchArgs, argv, prog="graphmoe.bench", places=("suite",))
-    from graphmoe.bench.cases import is_first, rows_file  # imports torch
+    from graphmoe.bench import regress_suite  # imports torch
+    from graphmoe.bench.cases import is_first, rows_file
 
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # on stderr
     document = bench(args, argv)
     if is_first():
+        text = json.dumps(document, indent=1) + "\n"
         if args.out is not None:
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            args.out.write_text(text, encoding="utf-8")
             if not (args.suite is SuiteName.ladder and args.only):  # others may go on from these
                 rows_file(args.out).unlink(missing_ok=True)
         emit(document, render(document), args.format)
         if args.suite is SuiteName.ladder and args.out is not None:
             draw_ladder(document, args.out.with_suffix(".png"))
-    if any(row["error"] for row in document["rows"]):
+    if any(row["error"] or row.get("verdict") == "worse" for row in document["rows"]):
         sys.exit(1)
+    if args.write:
+        regress_suite.write_baselines(document["environment"]["device"], text)
 
 
 def suites() -> dict[SuiteName, Suite]:
-    from graphmoe.bench import calibrate_suite, dispatch_suite, ops_suite, runs
+    from graphmoe.bench import calibrate_suite, dispatch_suite, ops_suite, regress_suite, runs
 
     first = ops_suite.OPS, runs.STEP, dispatch_suite.DISPATCH, runs.LADDER, calibrate_suite.CALIBRATE
-    return dict(zip(SuiteName, (*first, runs.PROJECTION), strict=True))
+    return dict(zip(SuiteName, (*first, runs.PROJECTION, regress_suite.REGRESS), strict=True))
 
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:

@@ -29,6 +29,9 @@ UNREAD = (
     "train.val_batches=0", "checkpoint=none", "checkpoint.interval=0", "log.tensorboard=false",
     "log.report=false", "log.progress=false", "log.sample_tokens=0",
 )  # fmt: skip
+DATA = ("data=synthetic", "optim.lr=1e-6")
+TINY = ("model=tiny", "model.num_layers=2", *DATA)
+LITE = ("model=deepseek_v2_lite", "model.num_layers=6", *DATA)
 KEYS = {
     "graph": "scopes", "graph.scope": "scopes", "train.micro_batch_size": "micro_batch_sizes",
     "data.seq_len": "seq_lens", "train.steps": "repeats", "run.device": "device", "launch.nproc": "nproc",

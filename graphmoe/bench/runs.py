@@ -27,9 +27,7 @@ from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 from graphmoe.trace.summary import largest, summarise
 from graphmoe.training.memory import PlaceMemory, allocated_bytes, has_margin, memory_of_places
 
-DATA = ("data=synthetic", "optim.lr=1e-6")
-TINY = ("model=tiny", "model.num_layers=2", *DATA)
-LITE = ("model=deepseek_v2_lite", "model.num_layers=6", *DATA)
+DATA, TINY, LITE = jobs.DATA, jobs.TINY, jobs.LITE
 WHOLE = ("model=deepseek_v2_lite", *DATA, "data.seq_len=4096", "precision.compute=bf16")
 QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4", *DATA)
 PLAIN = ("graph.scope=none", "pipeline.ep_overlap=false")

@@ -75,6 +75,7 @@ def test_every_case_runs_and_stdout_is_what_the_file_holds(tmp_path, capsys, mon
 
 WRONG = (
     ("repeats=0", "repeats=0 must be 1 or more"),
+    ("suite=regress write=true only=start", "write=true writes the figures of all cases; leave out only="),
     ("suite=ladder device=cpu passes=0", "passes=0 must be 1 or more, such as passes=3"),
     ("suite=ladder device=cpu stop_after_s=9", "stop_after_s=9 needs a file to go on from, such as"),
     ("suite=model", "suite=model: expected one of ops"),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from graphmoe.bench import BenchArgs, SuiteName, card_of_device, cases, jobs, runs
+from graphmoe.bench import BenchArgs, SuiteName, card_of_device, cases, jobs, ops_suite, regress_suite, runs
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench.cases import CaseFailed
 from graphmoe.bench.jobs import Trained, train
@@ -23,11 +23,12 @@ from graphmoe.command import hydra
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import CLASSES, default_rates, rates_of, share_at
+from graphmoe.run import machine
 from graphmoe.trace.events import read_trace
 from graphmoe.training.memory import allocated_bytes
-from tests.bench.test_bench import documented, table_of
+from tests.bench.test_bench import CPU, documented, table_of
 from tests.kineto import two_steps
-from tests.runs import ROOT
+from tests.runs import ROOT, refusal
 
 EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"
 compose_config = functools.cache(hydra.compose_config)  # cases of several tests have the same words
@@ -115,13 +116,11 @@ def test_every_rung_can_run_and_the_last_has_what_those_before_it_set():
 
 def test_one_gpu_leaves_out_exchanges():
     cases = rungs(ranks=1)
-    assert [case.name for case in cases][:9] == [n for n in runs.RUNGS if n not in runs.OF_SEVERAL] + SIZES[
-        :3
-    ]
+    left = [name for name in runs.RUNGS if name not in runs.OF_SEVERAL]
+    assert [case.name for case in cases][:9] == left + SIZES[:3]
     configs = [compose_config(*case.row["overrides"]) for case in cases]
-    assert {(c.moe.dispatcher, c.pipeline.ep_overlap, c.parallel.ep) for c in configs} == {
-        ("local", False, 1)
-    }
+    ways = {(c.moe.dispatcher, c.pipeline.ep_overlap, c.parallel.ep) for c in configs}
+    assert ways == {("local", False, 1)}
 
 
 @pytest.mark.parametrize(
@@ -149,15 +148,10 @@ def made(rung, rates, is_long=False):
 
 def test_gains_are_medians_of_pairs_with_their_spread():
     rows = [*made("baseline", (100, 50, 200)), *made("loss_fusion", (110, 56, 226)), *made("symm", (0, 0, 0))]
-    rows += [
-        *made("partial", (111, 0, 225)),
-        *made("host_tuning", (90, 45, 180), True),
-        *made("mbs1", (9, 9)),
-    ]
+    rows += made("partial", (111, 0, 225)) + made("host_tuning", (90, 45, 180), True) + made("mbs1", (9, 9))
     found = runs.ladder_rows(rows)
-    assert [row["rung"] for row in found] == [
-        *("baseline", "loss_fusion", "symm", "partial", "partial", "host_tuning", "mbs1")
-    ]
+    names = "baseline loss_fusion symm partial partial host_tuning mbs1"
+    assert [row["rung"] for row in found] == names.split()
     assert [row["error"] for row in found] == [None, None, "no memory", None, "no memory", None, None]
     said = ["", "+12.0% (+10.0% to +13.0%)", "no gain (-0.4% to +0.9%)", "-19.5% (-20.0% to -18.9%)", ""]
     assert [row["gain"] for row in found if not row["error"]] == said
@@ -208,9 +202,8 @@ def test_a_ladder_alternates_and_goes_on_with_what_is_missing(tmp_path, monkeypa
     assert run() == ("", 1) and json.loads(out.read_text())["rows"] == document["rows"]
     assert run("repeats=9")[0] == "bls" + "slb" + "bls"
     alone = documented("suite=ladder", "device=cpu", "only=mbs2", "passes=1")["rows"]
-    assert [(row["rung"], row["what"]) for row in alone if row["gain"] == ""] == [
-        *(("mbs2", "as host_tuning"), ("mbs2_fp8", "as host_tuning, in fp8"))
-    ]
+    what = {row["rung"]: row["what"] for row in alone if row["gain"] == ""}
+    assert what == {"mbs2": "as host_tuning", "mbs2_fp8": "as host_tuning, in fp8"}
     rows = out.with_suffix(".rows.jsonl")
     rows.write_text(rows.read_text().replace('"commit": "', '"commit": "0'))
     assert run()[0] == "bls" + "slb" + "bls"
@@ -313,6 +306,47 @@ def test_rows_say_how_far_a_projection_is_from_the_job(monkeypatch):
     configs = [case.config for case in projection_cases(args, "cuda", True, 2)]
     refused = [str(config) for config in configs if isinstance(config, ConfigError)]
     assert "graph.scope=layer captures moe_dispatch" in refused[0] and len(refused) < 9
+
+
+def test_every_case_of_regress_is_a_valid_configuration_or_an_operation():
+    for name, (steps, _) in regress_suite.JOBS.items():
+        job = regress_suite.job_of(BenchArgs(SuiteName.regress), "cuda", name, True)
+        config = compose_config(*job.row["overrides"])
+        assert config.train.steps == config.graph.warmup_steps + 1 + jobs.WARM_UP_STEPS + steps
+    assert regress_suite.OPERATIONS.keys() < {each.name for each in ops_suite.ops_suite(True, CPU)[0]}
+
+
+def test_rows_beside_their_baselines_are_worse_better_or_new(tmp_path, monkeypatch, capsys):
+    words, folder, seconds = ["suite=regress", "device=cpu"], tmp_path / "benchmarks" / "baselines", [1.0]
+
+    def fake_train(overrides, limit_s):
+        return Trained([{"step_s": seconds.pop(0) if seconds[1:] else seconds[0]}] * 20, SUMMARY, {}, None)
+
+    def verdicts():
+        return {row["case"]: row["verdict"] for row in documented(*words)["rows"] if row["verdict"]}
+
+    monkeypatch.setattr(jobs, "train", fake_train)
+    monkeypatch.setattr(regress_suite, "FOLDER", folder)
+    monkeypatch.setattr(regress_suite, "ops_suite", lambda *_: ([], []))
+    for module in (machine, regress_suite):
+        monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA H200 NVL")
+    said = "no benchmarks/baselines/h200_nvl.json, with baselines of NVIDIA H200 NVL; write it by: python -m "
+    assert f"{said}graphmoe.bench suite=regress write=true" in refusal(bench.main, capsys, *words)
+    bench.main([*words, "write=true"])
+    trained = [name for name in regress_suite.JOBS if name != "start"]
+    for seconds[0], found in ((0.98, {}), (1.02, {}), (0.9, "better"), (1.04, "worse")):
+        assert verdicts() == (found and dict.fromkeys(trained, found))
+    with pytest.raises(SystemExit, match="1"):
+        bench.main([*words, "only=train/bare"])
+    seconds[:] = [1.5, 1.02]
+    bench.main([*words, "only=train/bare"])  # the second measurement counts
+    (folder / "h200_nvl.json").write_text((folder / "h200_nvl.json").read_text().replace("start", "gone"))
+    assert verdicts() == {"start": "new"}
+    assert documented(*words)["left_out"] == ["gone gone_s: it was not measured, and has a baseline"]
+    rows = [{"case": "a", "memory_bytes": 104, "start_s": 11, "error": None}, {"case": "b", "error": "no"}]
+    *found, failed = regress_suite.compared(rows, {"a memory_bytes": 100, "a start_s": 10})
+    assert [(row["verdict"], round(row["change"], 3)) for row in found] == [("worse", 0.04), ("", 0.1)]
+    assert failed == rows[1]
 
 
 NVIDIA = default_rates(is_nvidia=True)

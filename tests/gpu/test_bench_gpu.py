@@ -12,11 +12,8 @@ def test_every_case_runs_on_a_gpu_at_tiny_shapes():
     names = {case.name for case in ops_suite(False, CPU)[0]}
     assert {row["case"] for row in rows} == names > FLOORS.keys()
     assert [(row["case"], row["alternative"], row["error"]) for row in rows if row["error"]] == []
-    kept = {
-        (row["case"], row["alternative"]): row["memory_bytes"]
-        for row in rows
-        if row["case"].endswith("/forward_backward")
-    }
+    steps = [row for row in rows if row["case"].endswith("/forward_backward")]
+    kept = {(row["case"], row["alternative"]): row["memory_bytes"] for row in steps}
     assert kept and {key: count for key, count in kept.items() if not count or count < 0} == {}
     assert sum(row["alternative"].startswith("auto=") for row in rows) == 6  # three shapes, two routings
 

@@ -1,6 +1,7 @@
 """Collectives along an axis of the layout. With NCCL the host never waits."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -64,6 +65,18 @@ def all_reduce(x: Tensor, axis: Axis, size: int, reduction: Reduction = "sum") -
 def all_to_all(x: Tensor, axis: Axis, size: int, split: int, join: int) -> Tensor:
     """Send part i along dim ``split`` to rank i, concatenate along ``join``. The gradient swaps both."""
     return x if size == 1 else torch.ops.graphmoe.all_to_all(x, axis, size, split, join)
+
+
+def transfer(
+    x: Tensor, sent: Sequence[int], arrived: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Send ``sent[p]`` rows to rank p and receive ``arrived[p]``, in rank order; copy without a group."""
+    if group is None:
+        return x.clone()
+    received = x.new_empty(sum(arrived), *x.shape[1:])
+    with waiting():
+        dist.all_to_all_single(received, x.contiguous(), list(arrived), list(sent), group=group)
+    return received
 
 
 def sums_over(axis: Axis, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -5,13 +5,13 @@ Each forward syncs once for the row counts, so nothing here is traced or capture
 Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W send slots, S rows sent, N rows received, D hidden.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.ops.collectives import transfer
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.waits import waiting
 from graphmoe.plan.experts import Load
@@ -77,15 +77,3 @@ class _Transfer(torch.autograd.Function):
         # one node for all tensors, so that every rank sends gradients in the same order
         pairs = zip(gradients, ctx.has_gradient, strict=True)
         return None, None, None, *(transfer(dx, *ctx.way_back) if has else None for dx, has in pairs)
-
-
-def transfer(
-    x: Tensor, sent: Sequence[int], arrived: Sequence[int], group: dist.ProcessGroup | None
-) -> Tensor:
-    """Send ``sent[p]`` rows to rank p and receive ``arrived[p]``, in rank order; copy without a group."""
-    if group is None:
-        return x.clone()
-    received = x.new_empty(sum(arrived), *x.shape[1:])
-    with waiting():
-        dist.all_to_all_single(received, x.contiguous(), list(arrived), list(sent), group=group)
-    return received

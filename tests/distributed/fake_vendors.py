@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.ops.collectives import transfer
 from graphmoe.runtime.dispatch import nvshmem
-from graphmoe.runtime.dispatch.alltoall import transfer
 from graphmoe.runtime.torch_compat import storage_of
 from tests.vendor_api import bind, recorded_signature
 

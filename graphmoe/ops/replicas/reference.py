@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops.collectives import all_gather_into
+from graphmoe.ops.collectives import all_gather_into, transfer
 from graphmoe.ops.symm.peers import CollectivePeers
-from graphmoe.ops.waits import waiting
 
 
 @dataclass
@@ -146,13 +144,4 @@ def _flat(lists: list[list[int]]) -> list[int]:
 
 
 def _transfer(peers: CollectivePeers, x: Tensor, sent: list[list[int]], arrived: list[list[int]]) -> Tensor:
-    return transfer(peers, x[_flat(sent)], [*map(len, sent)], [*map(len, arrived)])
-
-
-def transfer(peers: CollectivePeers, x: Tensor, sent: list[int], arrived: list[int]) -> Tensor:
-    if peers.group is None:
-        return x
-    received = x.new_empty(sum(arrived), *x.shape[1:])
-    with waiting():
-        dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=peers.group)
-    return received
+    return transfer(x[_flat(sent)], [*map(len, sent)], [*map(len, arrived)], peers.group)

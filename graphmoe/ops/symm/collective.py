@@ -6,6 +6,7 @@ Suffixes as in the package; S rows sent, A rows that arrived (by source, then to
 import torch
 from torch import Tensor
 
+from graphmoe.ops.collectives import transfer
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import reference as replicas
 from graphmoe.ops.replicas.exchange import Prefetch
@@ -29,7 +30,7 @@ def bring(
     fits_A = at_A < rows
 
     def received(x: Tensor, dead: float, into: Tensor | None = None) -> Tensor:
-        x_AD = replicas.transfer(peers, x[token_S], sent, arrived)
+        x_AD = transfer(x[token_S], sent, arrived, peers.group)
         x_ND = (x.new_empty(rows, x.shape[1]) if into is None else into).fill_(dead)
         x_ND[at_A[fits_A]] = x_AD[fits_A]
         return x_ND
@@ -56,7 +57,7 @@ def sums(
     def summed(y_ND: Tensor) -> Tensor:
         y_AD = y_ND.new_zeros(len(at_A), y_ND.shape[1])
         y_AD[fits_A] = y_ND[at_A[fits_A]]
-        y_SD = replicas.transfer(peers, y_AD, arrived, sent)
+        y_SD = transfer(y_AD, arrived, sent, peers.group)
         # the forward of unpermute reads no slots
         return torch.ops.graphmoe.unpermute(y_SD, row_TW.flatten(), row_TW, ends_P, None)
 

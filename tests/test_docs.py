@@ -4,13 +4,11 @@ import ast
 import contextlib
 import functools
 import importlib
-import importlib.util
 import itertools
 import json
 import pickle
 import re
 import shlex
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -34,7 +32,7 @@ from tests.runs import ROOT, hydra_config
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/*.md")])
 COMMAND = re.compile(
-    r"(\$\()?(?:\bpython3? (?:-m (graphmoe\.\w+)|(docs/\w+\.py))|^graphmoe ((?!<)\w+)(?=$| ))(.*)"
+    r"(\$\()?(?:\bpython3? (?:-m (graphmoe\.\w+)|(\w+/\w+\.py))|^graphmoe ((?!<)\w+)(?=$| ))(.*)"
 )
 TERMS = """
     bubble, capacity, capture, cold compile, combine, dead rows, dispatch, expert, global batch,
@@ -97,13 +95,8 @@ def words_of(line):
 
 
 def load(tool):
-    if not tool.endswith(".py"):
-        module = importlib.import_module(tool)
-        return importlib.import_module(f"{tool}.__main__") if hasattr(module, "__path__") else module
-    spec = importlib.util.spec_from_file_location(Path(tool).stem, ROOT / tool)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    module = importlib.import_module(tool.removesuffix(".py").replace("/", "."))
+    return importlib.import_module(f"{tool}.__main__") if hasattr(module, "__path__") else module
 
 
 def words_for(override):
@@ -246,7 +239,7 @@ def test_links_paths_and_make_targets_of_a_page_lead_somewhere(page):
         path = (page.parent / file).resolve() if file else page
         assert path.exists() and (not anchor or anchor in anchors(path)), target
     for code in inline(text):
-        is_path = re.fullmatch(r"(conf|docs|graphmoe|passes|runtime|tests)/[\w./*-]*", code)
+        is_path = re.fullmatch(r"(benchmarks|conf|docs|graphmoe|passes|runtime|tests)/[\w./*-]*", code)
         assert not is_path or any(ROOT.glob(code)), code
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.referee import optimizer_of
 from graphmoe import load_hf
 from graphmoe.config.token_flags import ID_BITS, NO_LABEL, START
 from graphmoe.training.export import export
@@ -40,17 +41,6 @@ def alone(batch):
                 yield (part & ID_BITS)[None], labels[None, 1:]
 
 
-def of_theirs(model, folder):
-    """The weights of transformers' model in our names."""
-    model.save_pretrained(folder)
-    return load_hf(folder)[1].state_dict()
-
-
-def assert_weights_agree(ours, theirs, limit):
-    errors = {name: relative_error(weight, theirs[name]) for name, weight in ours.items()}
-    assert max(errors.values()) <= limit, {name: error for name, error in errors.items() if error > limit}
-
-
 @pytest.mark.parametrize("case", slow_but(FAMILIES, "qwen3_renormalised"))
 def test_twenty_steps_are_those_of_transformers_on_each_conversation(tmp_path, case):
     limit = LIMITS.get(case, 1e-5)
@@ -60,13 +50,8 @@ def test_twenty_steps_are_those_of_transformers_on_each_conversation(tmp_path, c
     rows = write_rows(tmp_path / "rows.jsonl", conversations(200))
     folders = f"checkpoint.init_from={tmp_path / 'hf'}", f"checkpoint.export={tmp_path / 'out'}"
     trainer = run_of(config_of(*folders, f"data.paths=[{rows}]", after=WORDS), tmp_path / "run")
-    bare = [weight for name, weight in theirs.named_parameters() if weight.dim() == 1 or "bias" in name]
-    matrices = [weight for weight in theirs.parameters() if not any(weight is each for each in bare)]
-    optim = trainer.plan.optim
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": bare, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    losses, norms = [], []
-    samples = trainer.corpus.train.reader()
+    adamw, _ = optimizer_of(theirs, trainer.plan.optim, STEPS)
+    losses, norms, samples = [], [], trainer.corpus.train.reader()
     for step in range(STEPS):
         trainer._train_step()
         pairs = [*alone(torch.from_numpy(samples.read(step * BATCH, BATCH)))]
@@ -85,7 +70,10 @@ def test_twenty_steps_are_those_of_transformers_on_each_conversation(tmp_path, c
         adamw.zero_grad()
         if step in (0, STEPS - 1):
             trainer.optimizer.gather()
-            assert_weights_agree(trainer.model.state_dict(), of_theirs(theirs, tmp_path / f"{step}"), limit)
+            theirs.save_pretrained(tmp_path / f"{step}")
+            wanted = load_hf(tmp_path / f"{step}")[1].state_dict()
+            errors = {name: relative_error(w, wanted[name]) for name, w in trainer.model.state_dict().items()}
+            assert max(errors.values()) <= limit, {name: e for name, e in errors.items() if e > limit}
     found = metrics(tmp_path / "run")
     assert len(pairs) > BATCH and max(norms) > 1.0
     assert [row["loss"] for row in found] == pytest.approx(losses, rel=limit)

@@ -115,16 +115,6 @@ def test_the_experts_of_a_prediction_layer_are_experts(tmp_path, as_traced):
     assert train_in(tmp_path / "run", *COMPILED, *words).execution.chosen.experts == "torch,torch,torch"
 
 
-def test_a_checkpoint_from_before_it_kept_the_experts_backend_is_read(tmp_path):
-    short = ("train.steps=4", "train.val_interval=0", "checkpoint.interval=2")
-    trainer = trainer_in(tmp_path, *short)
-    state = trainer._state() | {"step": 2}
-    del state["experts"]
-    trainer.saves.store.save(2, state, wait=True)
-    trainer.saves.store.close()
-    assert trainer_in(tmp_path, *short).step == 2
-
-
 def test_without_a_compiler_the_run_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     said = "compile.enabled=true needs a C.. compiler .* compile.enabled=false"

@@ -4,6 +4,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, hash_configs
 
@@ -49,7 +50,8 @@ def instance(file, milliseconds, derived=()):
     The ``derived`` ones were added once it was compiled.
     """
     kernel = object.__new__(CachingAutotuner)
-    kernel.filename, kernel.fn, kernel.inductor_meta = file, SimpleNamespace(__name__="triton_red"), {}
+    kernel.filename, kernel.inductor_meta, kernel.mutated_arg_names = file, {}, {"changed"}
+    kernel.fn = SimpleNamespace(__name__="triton_red", arg_names=["read", "changed"])
     kernel.precompile_time_taken_ns, kernel.save_cache_hook = 0, None
     configs = {size: _Config(kwargs={"R0_BLOCK": size}) for size in milliseconds}
     compiled = [config for size, config in configs.items() if size not in derived]
@@ -82,8 +84,8 @@ class _Launcher(SimpleNamespace):
     n_regs, n_spills, shared, cache_hash = 1, 0, 0, "hash"
 
 
-def tuned(kernel):
-    kernel.autotune_to_one_config()
+def tuned(kernel, *arguments):
+    kernel.autotune_to_one_config(*arguments)
     (launcher,) = kernel.launchers
     return launcher.config.kwargs["R0_BLOCK"]
 
@@ -94,6 +96,13 @@ def test_an_instance_takes_what_the_first_was_tuned_to(jobs):
     assert (tuned(second), second.tunings) == (512, 0)
     assert tuned(instance(jobs.file("b.py"), {512: 1.1, 1024: 1.0})) == 1024
     assert tuned(instance(jobs.file("a.py"), {64: 1.1, 128: 1.0})) == 128
+
+
+def test_a_kernel_that_changes_gigabytes_is_not_tuned_on_copies_of_them(jobs):
+    small, large = torch.empty(8, device="meta"), torch.empty(2**30 + 1, dtype=torch.int8, device="meta")
+    assert tuned(instance(jobs.file("a.py"), {1: 1.0, 8: 1.1}), large, small) == 1
+    kernel = instance(jobs.file("b.py"), {1: 1.0, 8: 1.1})
+    assert (tuned(kernel, small, large), kernel.tunings) == (8, 0)
 
 
 def test_a_later_job_takes_what_is_stored_also_for_a_derived_configuration(jobs):

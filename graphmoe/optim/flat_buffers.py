@@ -219,11 +219,14 @@ class Family:
         return [(part, ((part.stop - part.start) // math.prod(row), *row)) for part in parts]
 
     def _origins(self, region: slice, shape: Sequence[int]) -> Tensor:
-        row, found = shape[-1], torch.zeros((*shape[:-1], 1), dtype=torch.int32)
+        # on the device: hashes of 16B elements take a CPU minutes
+        row, found = shape[-1], torch.zeros((*shape[:-1], 1), dtype=torch.int32, device=self.device)
         for i, first, part in self.layout.own_ranges(self.weights):
             start, stop = max(part.start, region.start), min(part.stop, region.stop)
             if start < stop:
-                elements = torch.arange(first + start - part.start, first + stop - part.start, row)
+                elements = torch.arange(
+                    first + start - part.start, first + stop - part.start, row, device=self.device
+                )
                 weight, (layout, rank) = self.weights[i], (self.mesh.layout, self.mesh.rank)
                 keys = (self.names[i], elements, weight.shape, layout_of(weight), layout, rank)
                 at = (start - region.start) // row

@@ -196,5 +196,5 @@ def origins_of(
             size *= count
         whole += at * stride
         stride *= size
-    key = torch.tensor([zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF)]).to(torch.int32)
+    key = torch.tensor([zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF)]).to(first.device, torch.int32)
     return mixed(mixed((whole >> 31).to(torch.int32) ^ mixed(key)) + (whole & 0x7FFFFFFF).to(torch.int32))

@@ -171,19 +171,20 @@ def restore(
     *Raises* ConfigError for a checkpoint or weights of another model, TrainingStopped for a diverged run.
     """
     store, chosen = saves.store, Chosen()
-    state = state_of(0, optimizer, loader, chosen)
     there = store.to_resume()
     source = None if there else plan.checkpoint.resume_from
     if not there:
         refuse_other_tokenizer(plan.checkpoint, plan.data, tokenizer)
+    if not (there or source):
+        import_weights(plan, ranks, model, optimizer)
+        return 0, chosen
+    state = state_of(0, optimizer, loader, chosen)
     del state["experts"], state["fp8"], state["loader"]["contents"], state["optimizer"]["scales"]
     with named_source("resume_from", source):
         store = CheckpointStore.open_any(source) if source else store
         with explained_mismatch(store.folder, plan.model):
             found = store.load(state)
-    if found is None:
-        import_weights(plan, ranks, model, optimizer)
-        return 0, chosen
+    assert found is not None
     saves.taken(store, found, state)
     step, chosen = state["step"], Chosen(state.get("experts", ""), state.get("fp8", {}))
     if step > (steps := plan.train.steps):

@@ -18,6 +18,10 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 _KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
+# Bytes of changed inputs up to which a kernel is tuned. Candidates run on copies of them, on the host if
+# copies raise the peak memory: minutes for an optimizer (torch/_inductor/runtime/triton_heuristics.py:
+# copy_args_to_cpu_if_needed).
+MOST_COPIED = 2**30
 # called by ``torch.no_grad`` and the like, as a TorchFunctionMode sees it
 set_grad_enabled = torch._C._set_grad_enabled
 demangle: Callable[[str], str] = torch._C._demangle  # C++ symbols
@@ -132,8 +136,7 @@ def compile_inference(
     """Compile a graph without gradients by Inductor and its caches."""
     from torch._inductor.compile_fx import compile_fx
 
-    # Autotuning runs candidates on copies of mutated inputs, on the host if copies raise the peak memory:
-    # minutes for an optimizer (torch/_inductor/runtime/triton_heuristics.py: copy_args_to_cpu_if_needed)
+    # `MOST_COPIED` would leave an optimizer's pointwise kernel the smaller blocks
     changes = any(map(_changes_tensors, graph.graph.nodes))
     patches: dict[str, Any] = {"triton.autotune_pointwise": False} if changes else {}
     # Inductor writes long expressions with several readers to memory (torch/_inductor/ir.py:
@@ -362,6 +365,10 @@ def tune_each_kernel_once() -> None:
         name = os.path.basename(self.filename)
         tuned = [one for one in self.launchers if str(one.config) == chosen.get(name)]
         tuned = tuned or _stored(self, self.filename)
+        named = zip(self.fn.arg_names, args, strict=False)
+        copied = sum(each.nbytes for each_name, each in named if each_name in self.mutated_arg_names)
+        if not tuned and copied > MOST_COPIED:
+            tuned = self.launchers[-1:]  # the largest blocks, which suit a kernel bound by memory
         if len(tuned) == 1:
             self.launchers = tuned
             getattr(self, "_release_static_launchers_except", lambda launcher: None)(tuned[0])  # torch 2.13

@@ -120,8 +120,9 @@ class Run(NamedTuple):
 def main(argv: list[str]) -> None:
     args = parse_args(VersusArgs, argv, prog="benchmarks.moe_vs_dense", places=("folder", "out"))
     check(args)
-    began, device = time.monotonic(), open_device(args.device)
+    began = time.monotonic()
     texts = {size: text_of(args, SIZES[size].batches) for size in args.sizes}
+    device = open_device(args.device)
     facts = {key: value for key, value in describe(device).items() if key != "host"}
     facts["command"] = [without_folders(word) for word in ("python", "benchmarks/moe_vs_dense.py", *argv)]
     own = split_list(args.overrides or "")

@@ -17,8 +17,7 @@ def test_tiny_models_are_compared_and_a_later_call_goes_on(tmp_path, capsys):
     assert document == json.loads(capsys.readouterr().out) and str(tmp_path) not in out.read_text()
     (row,), runs = document["results"], document["runs"]
     assert [run["key"][1:3] for run in runs] == [["moe", 15], ["dense", 15], ["dense", 24]]
-    assert (row["active"], row["tokens"]) == (2 * (4 * 128**2 + 3 * 128 * 384), 15 * 8 * 64)
-    assert row["moe_in_all"] == 2 * (4 * 128**2 + 8 * 3 * 128 * 192 + 8 * 128)
+    assert (row["active"], row["moe_in_all"]) == (2 * (65_536 + 147_456), 2 * (65_536 + 4 * 147_456 + 1024))
     assert row["dense_loss_at_equal_tokens"] == pytest.approx(runs[1]["loss"]) and runs[1]["loss"] < 5.9
     out.write_text(json.dumps(document | {"runs": runs[:2]}))
     versus.main([*words, "minutes=0.001"])
@@ -37,4 +36,5 @@ def test_ratios_are_those_of_a_power_law():
     assert row.pop("within_dense_runs") == {"loss": True, "seconds": True} and row.pop("rates")
     wanted = {"gain_per_token": 1.3, "gain_per_flop": 1.04, "tax": 1.5, "speedup": 1.3 / 1.5}
     assert row == pytest.approx(row | wanted | {"dense_loss_at_equal_time": 10 * 1.5**-0.1})
+    assert versus.on_power_law([(1, 1), (2, 4), (4, 32)], 8) == pytest.approx(256)
     assert versus.seconds_at([100, *[9] * 6, 1, 2, 3])[-4:] == [14, 15, 17, 20]

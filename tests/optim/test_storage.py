@@ -35,6 +35,7 @@ from tests.optim.test_zero1 import (
 from tests.runs import (
     assert_same_state,
     config,
+    decoded,
     final_state,
     numbers,
     slow_but,
@@ -129,10 +130,12 @@ def test_an_update_is_that_in_fp64_within_one_step_of_what_is_stored(moments, ma
     named = {"lr": 1e-2, "schedule": "constant", "weight_decay": 0.3, "beta2": 0.9}
     net, optimizer = net_and_optimizer(0.0, dtype, moment_dtype=moments, master_dtype=master, **named)
     for number in range(4):
-        before = copy.deepcopy([optimizer.state_dict(), [w.detach().clone() for w in net.parameters()]])
+        before = copy.deepcopy(
+            [decoded(optimizer.state_dict()), [w.detach().clone() for w in net.parameters()]]
+        )
         grads = gradients(net, number)
         step(net, optimizer, grads)
-        after = optimizer.state_dict()
+        after = decoded(optimizer.state_dict())
         for (name, w), old, g in zip(net.named_parameters(), before[1], grads, strict=True):
             g = g.to(dtype).double() if master is IN_PLACE else g.double()
             m = before[0]["exp_avg"][name].double() * 0.9 + 0.1 * g
@@ -219,7 +222,7 @@ def test_second_moments_in_bf16_follow_at_a_beta2_that_rounding_to_the_nearest_s
     net, optimizer = net_and_optimizer(0.0, moment_dtype=BF16, **named)
     for number in range(400):
         step(net, optimizer, [torch.full(w.shape, 1.0 if number < 200 else 0.0) for w in net.parameters()])
-    found = torch.cat([each.flatten() for each in optimizer.state_dict()["exp_avg_sq"].values()])
+    found = torch.cat([each.flatten() for each in decoded(optimizer.state_dict()["exp_avg_sq"]).values()])
     wanted = (1 - 0.999**200) * 0.999**200
     assert found.mean().item() == pytest.approx(wanted, rel=0.05)
     stalled = torch.tensor(wanted).bfloat16()
@@ -306,7 +309,7 @@ def test_a_run_resumes_with_moments_stored_otherwise_but_not_without_its_masters
     other = trainer_in(tmp_path / "other", *RUN, *bf16, "optim.moment_dtype=bf16", source)
     for kind in ("exp_avg", "exp_avg_sq"):
         for name, moment in first.optimizer.state_dict()[kind].items():
-            assert torch.equal(other.optimizer.state_dict()[kind][name], moment.bfloat16().float())
+            assert torch.equal(decoded(other.optimizer.state_dict()[kind][name]), moment.bfloat16().float())
     with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: optimizer\.main\."):
         trainer_in(tmp_path / "second", *RUN, *bf16, "optim.master_dtype=bf16", source)
 

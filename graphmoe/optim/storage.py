@@ -27,7 +27,7 @@ from graphmoe.plan.layout import Layout, ParameterLayout
 ROW = ALIGNMENT  # elements with one scale; parameters and shards start at multiples of it
 SMALLEST = 1e-30  # least scale, so that divisions by it are finite
 EAGER_ROWS = 2**18  # rows updated at once by eager code, which bounds its temporary memory
-PIECE = 2**21  # elements of a moment that a checkpoint decodes or encodes at once, in host memory
+PIECE = 2**20  # elements of a moment that a checkpoint decodes or encodes at once, in host memory
 STORED = {MomentDtype.fp32: torch.float32, MomentDtype.bf16: torch.bfloat16, MomentDtype.int8: torch.int8}
 Kind = tuple[Any, ...]
 

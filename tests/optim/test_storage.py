@@ -3,16 +3,20 @@
 import copy
 import functools
 import math
+import weakref
 
 import pytest
 import torch
 import yaml
 from torch import Tensor
 from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.config.schema import ConfigError, MasterDtype, MomentDtype
 from graphmoe.ops.gradients import noise, to_bf16
+from graphmoe.optim import flat_buffers
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.rule import ADAMW
 from graphmoe.optim.storage import ROW, Storage, decode, encode, origins_of
@@ -312,6 +316,37 @@ def test_a_run_resumes_with_moments_stored_otherwise_but_not_without_its_masters
             assert torch.equal(decoded(other.optimizer.state_dict()[kind][name]), moment.bfloat16().float())
     with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: optimizer\.main\."):
         trainer_in(tmp_path / "second", *RUN, *bf16, "optim.master_dtype=bf16", source)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of new tensors that live at once."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in [] if func.is_view or func._schema.is_mutable else tree_leaves(found):
+            if isinstance(each, Tensor) and not each.is_meta:
+                self.add(each.nbytes)
+                weakref.finalize(each, self.add, -each.nbytes)
+        return found
+
+    def add(self, num_bytes):
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize("words", [STORED["int8, in place"], STORED["muon, int8"]], ids=["adamw", "muon"])
+def test_a_save_and_a_resume_decode_one_entry_at_a_time(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(flat_buffers, "PIECE", 64)
+    trainer = train_in(tmp_path, *RUN, *words, "model.vocab_size=1024")
+    before = copy.deepcopy(trainer.optimizer.families[0].moments)
+    with Live() as live:
+        trainer.saves.save(7, trainer._state(), wait=True)
+        trainer.saves.store.load(trainer._state())
+    assert_same_state(trainer.optimizer.families[0].moments, before)
+    sizes = [4 * weight.numel() for weight in trainer.optimizer.weights]
+    assert max(sizes) <= live.most < 1.5 * max(sizes) < sum(sizes)
 
 
 REFUSED = {

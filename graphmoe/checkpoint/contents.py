@@ -10,7 +10,7 @@ import math
 import pickle
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ from graphmoe.runtime.host.files import FileSum
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import storage_info
 
-Write = Callable[[Path, Sequence[bytes | Tensor]], FileSum]
-"""Writes a file of these parts."""
+Write = Callable[[Path, Iterable[bytes | Tensor]], FileSum]
+"""Writes a file of these parts, each before the next is made."""
 
 
 def write_entries(
@@ -76,7 +76,7 @@ def write_entries(
     return writer.sums
 
 
-def write_here(path: Path, parts: Sequence[bytes | Tensor]) -> FileSum:
+def write_here(path: Path, parts: Iterable[bytes | Tensor]) -> FileSum:
     """Write and fsync a file in this process. *Raises* OSError."""
     bytes_of = (part if isinstance(part, bytes) else memoryview(_bytes_of(part)) for part in parts)
     return FileSum(*write_file(str(path), bytes_of))
@@ -102,15 +102,19 @@ class _Writer(FileSystemWriter):
         self._folder, self._name, self._write = folder, f"__{rank}_0.distcp", write
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        parts, results, start = list[bytes | Tensor](), list[WriteResult](), 0
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            part = data.detach() if isinstance(data, Tensor) else data.getvalue()
-            length = part.nbytes if isinstance(part, Tensor) else len(part)
-            results.append(WriteResult(item.index, length, storage_info(self._name, start, length)))
-            parts.append(part)
-            start += length
-        self._write_file(self._name, parts)
+        results = list[WriteResult]()
+
+        def parts() -> Iterator[bytes | Tensor]:
+            start = 0
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                part = data.detach() if isinstance(data, Tensor) else data.getvalue()
+                length = part.nbytes if isinstance(part, Tensor) else len(part)
+                results.append(WriteResult(item.index, length, storage_info(self._name, start, length)))
+                yield part
+                start += length
+
+        self._write_file(self._name, parts())
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
@@ -121,7 +125,7 @@ class _Writer(FileSystemWriter):
         _Preemptible(content).dump(metadata)
         self._write_file(METADATA, [content.getvalue()])
 
-    def _write_file(self, name: str, parts: Sequence[bytes | Tensor]) -> None:
+    def _write_file(self, name: str, parts: Iterable[bytes | Tensor]) -> None:
         self.sums[name] = self._write(self._folder / name, parts)
 
 
@@ -175,6 +179,7 @@ class _Reader(FileSystemReader):
                 assert target.shape == tensor.shape
                 target.copy_(tensor)
                 planner.commit_tensor(item, target)
+                del tensor  # before the next is read
         read: Future[None] = Future()
         read.set_result(None)
         return read
@@ -213,7 +218,7 @@ class CopiesPlanner(DefaultSavePlanner):
     def __init__(self, shards: dict[str, FlatShard], copies: dict[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shards, self._copies = shards, copies
-        self._boxes = _by_index(shards)
+        self._boxes, self._data, self._decoded = _by_index(shards), _data_of(shards) | copies, ""
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -231,10 +236,14 @@ class CopiesPlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        copy, box = self._copies.get(index.fqn), self._boxes.get(index)
-        if box is not None:
-            return box.view(self._shards[index.fqn].data if copy is None else copy)
-        return super().lookup_object(index) if copy is None else copy
+        data, box = self._data.get(name := index.fqn), self._boxes.get(index)
+        if box is None or data is None:
+            return super().lookup_object(index) if data is None else data
+        encoded = None if name in self._copies else self._shards[name].encoded
+        if encoded and name != self._decoded:
+            encoded.decode(data)
+            self._decoded = name
+        return box.view(data)
 
 
 class FillPlanner(DefaultLoadPlanner):
@@ -242,8 +251,7 @@ class FillPlanner(DefaultLoadPlanner):
 
     def __init__(self, shards: dict[str, FlatShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shards = shards
-        self._boxes = _by_index(shards)
+        self._shards, self._boxes, self._data = shards, _by_index(shards), _data_of(shards)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -255,6 +263,7 @@ class FillPlanner(DefaultLoadPlanner):
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
             items += create_read_items_for_chunk_list(name, saved, wanted)
+        self._last = {item.dest_index.fqn: item for item in items}
         return dataclasses.replace(plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -263,7 +272,19 @@ class FillPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         box = self._boxes.get(index)
-        return super().lookup_tensor(index) if box is None else box.view(self._shards[index.fqn].data)
+        return super().lookup_tensor(index) if box is None else box.view(self._data[index.fqn])
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        shard = self._shards.get(name := read_item.dest_index.fqn)
+        if shard and shard.encoded and read_item == self._last[name]:
+            shard.encoded.encode(self._data[name])
+
+
+def _data_of(shards: dict[str, FlatShard]) -> dict[str, Tensor]:
+    # one memory for encoded shards, which are decoded one after the other
+    sizes = {name: each.data.numel() for name, each in shards.items() if each.encoded}
+    memory = torch.empty(max(sizes.values(), default=0))
+    return {name: memory[: sizes[name]] if each.encoded else each.data for name, each in shards.items()}
 
 
 def _by_index(shards: dict[str, FlatShard]) -> dict[MetadataIndex, Box]:

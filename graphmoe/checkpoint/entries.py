@@ -178,10 +178,8 @@ class HostCopies:
     def copy(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
         """Return host copies of this rank's tensors, valid until the next call. One sync per device."""
         sources = {name: local_part(tensor) for name, tensor in tensors.items()}
-        starts = [
-            0,
-            *itertools.accumulate(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in sources.values()),
-        ]
+        lengths = (-(-each.nbytes // _ALIGNED) * _ALIGNED for each in sources.values())
+        starts = [0, *itertools.accumulate(lengths)]
         devices = {source.device for source in sources.values() if source.is_cuda}
         if self.file is None or starts[-1] > len(self._memory):
             self._allocate(max(starts[-1], mmap.PAGESIZE), pinned=bool(devices))
@@ -189,7 +187,10 @@ class HostCopies:
         for start, (name, source) in zip(starts, sources.items(), strict=False):
             part = self._memory[start : start + source.nbytes]
             copies[name] = part.view(source.dtype).view(source.shape)
-            copies[name].copy_(source, non_blocking=source.is_cuda)
+            if encoded := getattr(tensors[name], "encoded", None):
+                encoded.decode(copies[name])
+            else:
+                copies[name].copy_(source, non_blocking=source.is_cuda)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -233,10 +234,7 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
     """Return the entries that this rank saves; one that several ranks hold is saved by one. Collective."""
     if ranks.size == 1:
         return entries
-    keys = {
-        name: (name, each.place if isinstance(each, FlatShard) else ())
-        for name, each in entries.tensors.items()
-    }
+    keys = {n: (n, t.place if isinstance(t, FlatShard) else ()) for n, t in entries.tensors.items()}
     sizes = {key: local_part(entries.tensors[name]).nbytes for name, key in keys.items()}
     named = ranks.gather((sizes, list(entries.values)))
     writers = assign([sizes for sizes, _ in named])

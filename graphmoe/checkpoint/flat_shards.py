@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,11 +33,19 @@ class Box(NamedTuple):
         return data_N.as_strided(self.sizes, self.strides, data_N.storage_offset() + self.first)
 
 
+class Encoded(Protocol):
+    """fp32 values [N] in another form."""
+
+    def decode(self, flat: Tensor) -> None: ...  # fills a tensor [N] in host memory
+    def encode(self, flat: Tensor) -> None: ...  # stores its values
+    def bounds(self) -> Sequence[Tensor]: ...  # finite if all values are
+
+
 @dataclass(frozen=True, eq=False)
 class FlatShard:
     """Elements [start, start + len(data)) of a rank's part of a parameter, in row-major order."""
 
-    # [N], contiguous; filled in place when loading
+    # [N], contiguous; filled in place when loading; a meta tensor if the values are ``encoded``
     data: Tensor
     start: int
     # of the rank's part (`graphmoe.plan.layout.own_part`)
@@ -45,6 +53,7 @@ class FlatShard:
     parallel: ParameterLayout
     layout: Layout
     rank: int
+    encoded: Encoded | None = None
 
     def __post_init__(self) -> None:
         assert self.data.dim() == 1 and self.data.is_contiguous()
@@ -93,6 +102,7 @@ class FlatShard:
         """Yield the parts of ``whole[index]`` in this shard: (view of its data, slices in the result)."""
         given = [*index, *[slice(None)] * (len(self.shape) - len(index))]
         kept = [isinstance(each, slice) for each in given]
+        kept_of_part = tuple(slice(None) if keep else 0 for keep in kept)
         slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in given]
         regions = [range(size)[each] for size, each in zip(self.whole_shape, slices, strict=True)]
         for box in self.boxes():
@@ -103,10 +113,7 @@ class FlatShard:
                 view = view.narrow(dim, start - offset if stop > start else 0, stop - start)
                 there.append(slice(start - region.start, stop - region.start))
             if view.numel():
-                yield (
-                    view[tuple(slice(None) if keep else 0 for keep in kept)],
-                    tuple(itertools.compress(there, kept)),
-                )
+                yield view[kept_of_part], tuple(itertools.compress(there, kept))
 
     def _runs(self, dim: int) -> list[range]:
         # indices of the whole dimension in the part, split into maximal runs

@@ -123,14 +123,9 @@ def publish(temporary: Path, step: int) -> None:
 
 
 def prune(
-    folder: Path,
-    newest: int,
-    keep_last: int,
-    keep_every: int,
-    damaged: Set[int] = frozenset(),
-    skipped: int = 0,
-    held: int | None = None,
-) -> list[int]:
+    folder: Path, newest: int, keep_last: int, keep_every: int, damaged: Set[int] = frozenset(),
+    skipped: int = 0, held: int | None = None,
+) -> list[int]:  # fmt: skip
     """Delete checkpoints that need not be kept once ``newest`` is complete; return their steps.
 
     Steps after ``newest`` belong to an abandoned continuation and are ignored. Damaged checkpoints do not
@@ -144,13 +139,9 @@ def prune(
 
 
 def not_kept(
-    steps: list[int],
-    newest: int,
-    keep_last: int,
-    keep_every: int,
-    damaged: Set[int] = frozenset(),
+    steps: list[int], newest: int, keep_last: int, keep_every: int, damaged: Set[int] = frozenset(),
     skipped: int = 0,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Return the steps, of those newest first, that `prune` deletes."""
     steps = [step for step in steps if step <= newest]
     good = [step for step in steps if step not in damaged]

@@ -123,14 +123,9 @@ class Mirror:
 
 
 def update(
-    place: str,
-    folder: str,
-    newest: int,
-    keep: tuple[int, int],
-    passed_over: Sequence[int],
-    skipped: int,
+    place: str, folder: str, newest: int, keep: tuple[int, int], passed_over: Sequence[int], skipped: int,
     check: Callable[[], object],
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Copy steps up to ``newest`` that the mirror lacks, then delete as `folders.prune` does.
 
     ``keep``: ``keep_last`` and ``keep_every``; ``passed_over``: damaged steps. Returns what failed.
@@ -206,12 +201,9 @@ class Updates:
 
 
 def _copy(
-    source: IO[bytes],
-    to: Path,
-    opener: Callable[[Path, str], Any],
-    expected: FileSum,
+    source: IO[bytes], to: Path, opener: Callable[[Path, str], Any], expected: FileSum,
     check: Callable[[], object],
-) -> None:
+) -> None:  # fmt: skip
     def blocks() -> Iterator[bytes]:
         num_bytes = 0
         while num_bytes <= expected.num_bytes and (block := source.read(BLOCK_BYTES)):

@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ class CheckpointStore:
             merge(state, read_entries(path, wanted, names, self._ranks))
         log.info("read %s: %s in %.2f s", path, shown_size(wanted.num_bytes), time.perf_counter() - started)
 
-    def _write_beside(self, path: Path, parts: Sequence[bytes | Tensor]) -> FileSum:
+    def _write_beside(self, path: Path, parts: Iterable[bytes | Tensor]) -> FileSum:
         if self._saver is None or not self._saver.is_alive:
             assert self._copies.file is not None
             self._saver = Saver(self._copies.file.fileno())

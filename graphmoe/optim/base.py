@@ -94,7 +94,7 @@ class StepOptimizer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's master weights and moments by parameter name, counters and scales.
 
-        Moments that are not stored in fp32 are fp32 copies in host memory, others share the state's memory.
+        All share the state's memory; moments that are not in fp32 are encoded FlatShards.
         """
         found = {moment: self._entries(moment) for moment in self.rule.all_moments}
         found["main"] = self.main_state()

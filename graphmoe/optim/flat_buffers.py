@@ -13,7 +13,8 @@ If the rule updates whole matrices, these have buffers of their own, in which ea
 import functools
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
 from graphmoe.optim.offload import host_zeros
 from graphmoe.optim.rule import UpdateRule
-from graphmoe.optim.storage import ROW, SMALLEST, Region, Storage, decode, encode, origins_of
+from graphmoe.optim.storage import PIECE, ROW, SMALLEST, EncodedRows, Region, Storage, origins_of
 from graphmoe.plan.buckets import Bucket, BufferLayout, batches, matrices_of
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.plan.slots import gradient_slots
@@ -183,28 +184,20 @@ class Family:
             found.append(Region(self.rule, decays, own[0], own[1], own[2:], scales, rounded, origins))
         return found
 
-    def moment(self, name: str) -> Tensor:
-        """Return this rank's shard of a moment in fp32; a copy in host memory if it is stored otherwise."""
-        held = self.moments[name]
-        if held.dtype == torch.float32:
-            return held
-        found = torch.zeros(held.shape)
-        for part, values, scale in self._stored(name):
-            found[part] = decode(values.cpu(), None if scale is None else scale.cpu()).view(-1)
+    def encoded(self, name: str) -> dict[str, EncodedRows]:
+        """Return this rank's part of each parameter's moment, by its name; none if they are in fp32."""
+        found, moment = defaultdict[str, EncodedRows](EncodedRows), self.moments.get(name)
+        if moment is None or moment.dtype == torch.float32:
+            return found
+        for number, (part, (*_, row)) in enumerate(self._parts()):
+            scales = [self.rows[f"scales of {name} {number}"].view(-1, 1)] if self.storage.has_scales else []
+            rows, step = [moment[part].view(-1, row), *scales], max(PIECE // row, 1) * row
+            for i, _, own in self.layout.own_ranges(self.weights):
+                end = min(own.stop, part.stop)
+                for start in range(max(own.start, part.start), end, step):
+                    at = slice((start - part.start) // row, -(-(min(start + step, end) - part.start) // row))
+                    found[self.names[i]].append((start - own.start, [each[at] for each in rows]))
         return found
-
-    def store_moment(self, name: str, shard: Tensor) -> None:
-        """Set a moment that is not stored in fp32, rounded to the nearest; ``shard`` is in host memory."""
-        for part, values, scale in self._stored(name):
-            new = shard[part].view(values.shape)
-            if scale is not None:
-                new, largest = encode(new, values.dtype)
-                scale.copy_(largest)
-            values.copy_(new)
-
-    def _stored(self, name: str) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        for number, (part, shape) in enumerate(self._parts()):
-            yield part, self.moments[name][part].view(shape), self.rows.get(f"scales of {name} {number}")
 
     def _parts(self) -> list[tuple[slice, tuple[int, ...]]]:
         """Return the range of each region in this rank's shards, and its shape."""

@@ -11,7 +11,7 @@ need no generator state, and do not depend on the number of ranks.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from graphmoe.plan.layout import Layout, ParameterLayout
 ROW = ALIGNMENT  # elements with one scale; parameters and shards start at multiples of it
 SMALLEST = 1e-30  # least scale, so that divisions by it are finite
 EAGER_ROWS = 2**18  # rows updated at once by eager code, which bounds its temporary memory
+PIECE = 2**20  # elements of a moment that a checkpoint decodes or encodes at once, in host memory
 STORED = {MomentDtype.fp32: torch.float32, MomentDtype.bf16: torch.bfloat16, MomentDtype.int8: torch.int8}
 Kind = tuple[Any, ...]
 
@@ -169,6 +170,30 @@ def decode(values: Tensor, scale: Tensor | None = None) -> Tensor:
     return values.float() if scale is None else _value(values.float(), values.dtype) * scale
 
 
+class EncodedRows(list[tuple[int, Sequence[Tensor]]]):
+    """Pieces of a parameter's moment by first element: values [N, L], and scales [N, 1] if in int8.
+
+    Zeros follow the last element. Temporary memory is in proportion to a piece.
+    """
+
+    def decode(self, flat: Tensor) -> None:
+        for start, rows in self:
+            part = flat[start : start + rows[0].numel()]
+            part.copy_(decode(*(each.cpu() for each in rows)).view(-1)[: len(part)])
+
+    def encode(self, flat: Tensor) -> None:
+        for start, (values, *scales) in self:
+            new, part = torch.zeros(values.shape), flat[start : start + values.numel()]
+            new.view(-1)[: len(part)] = part
+            if scales:
+                new, largest = encode(new, values.dtype)
+                scales[0].copy_(largest)
+            values.copy_(new)
+
+    def bounds(self) -> list[Tensor]:
+        return [rows[-1] for _, rows in self]
+
+
 def _value(code: Tensor, dtype: torch.dtype) -> Tensor:
     # the largest code is exactly 1
     if dtype == torch.uint8:
@@ -177,14 +202,9 @@ def _value(code: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def origins_of(
-    name: str,
-    first: Tensor,
-    shape: torch.Size,
-    parallel: ParameterLayout,
-    layout: Layout,
-    rank: int,
+    name: str, first: Tensor, shape: torch.Size, parallel: ParameterLayout, layout: Layout, rank: int,
     seed: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return a hash, int32 [N], of a parameter's elements ``first``, int64 [N] in a rank's part of it."""
     whole, stride = torch.zeros_like(first), 1
     for dim in reversed(range(len(shape))):

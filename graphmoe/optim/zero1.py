@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from graphmoe.checkpoint.entries import local_part
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import GradDtype, MasterDtype, OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
@@ -176,12 +175,6 @@ class Optimizer(StepOptimizer):
         self._renew_keys()
         for family in self.families:
             family.shard_weights()
-            for name in [name for name in family.moments if state.get(name)]:
-                if family.moments[name].dtype != torch.float32:
-                    shard = torch.zeros(family.moments[name].shape)
-                    for weight, (_, own) in family.owned(shard).items():
-                        own.copy_(local_part(state[name][weight]).view(-1))
-                    family.store_moment(name, shard)
         self.publish()
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
@@ -271,19 +264,21 @@ class Optimizer(StepOptimizer):
         return {name: tensors[name] for name in self.names}
 
     def _entries(self, kind: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        found, here = dict[str, Any](), (self.mesh.layout, self.mesh.rank)
         self._settle()
         for family in self.families:
             if kind not in (*family.moments, "main", "weight_shard"):
                 continue
-            flat = family.moment(kind) if kind in family.moments else getattr(family, kind)
+            flat = family.moments[kind] if kind in family.moments else getattr(family, kind)
             weights = dict(zip(family.names, family.weights, strict=True))
-            if self._alone:
+            if encoded := family.encoded(kind):
+                flat = torch.empty(flat.shape, device="meta")
+            elif self._alone:
                 found |= family.views(flat)
                 continue
             for name, (start, own) in family.owned(flat).items():
                 shape, parallel = weights[name].shape, layout_of(weights[name])
-                found[name] = FlatShard(own, start, shape, parallel, self.mesh.layout, self.mesh.rank)
+                found[name] = FlatShard(own, start, shape, parallel, *here, encoded.get(name))
         return {name: found[name] for name in self.names if name in found} if self._alone else found
 
     def _collect(self, weight: Tensor) -> None:
@@ -324,18 +319,9 @@ class Optimizer(StepOptimizer):
         return self._update_in_place(norm.float(), *arguments, fused=fused)
 
     def _update_in_place(
-        self,
-        norm: Tensor,
-        loss: Tensor,
-        applied: Tensor,
-        skipped: Tensor,
-        skipped_in_row: Tensor,
-        longest_skip: Tensor,
-        void: Tensor,
-        numbers: Tensor,
-        *flats: Tensor,
-        fused: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, norm: Tensor, loss: Tensor, applied: Tensor, skipped: Tensor, skipped_in_row: Tensor,
+        longest_skip: Tensor, void: Tensor, numbers: Tensor, *flats: Tensor, fused: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         scalars = self._scalars(norm, loss, applied, void, numbers)
         for region in self._regions_of(flats):
             self._update_region(region, scalars, fused=fused)

@@ -13,6 +13,7 @@ import torch
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.entries import flatten, local_part
+from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import folder_of
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.ranges import number_of
@@ -147,15 +148,17 @@ def first_not_finite(state: dict[str, Any]) -> str | None:
             isinstance(v, float) and not math.isfinite(v) for v in (value if type(value) is list else [value])
         ):
             return name
-    parts = {name: local_part(each) for name, each in entries.tensors.items()}
-    floats = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
+    encoded = {name: each.encoded for name, each in entries.of(FlatShard).items() if each.encoded}
+    parts = [(name, local_part(each)) for name, each in entries.tensors.items() if name not in encoded]
+    parts += [(name, bounds) for name, each in encoded.items() for bounds in each.bounds()]
+    floats = [(name, part) for name, part in parts if part.is_floating_point() and part.numel()]
     if not floats:
         return None
     # the largest magnitude is NaN where any value is; other than isfinite() it takes no memory
-    norms = [torch.linalg.vector_norm(part, math.inf).float() for part in floats.values()]
+    norms = [torch.linalg.vector_norm(part, math.inf).float() for _, part in floats]
     largest = torch.stack([norm.to(norms[0].device) for norm in norms])  # some moments are in host memory
     finite = wait_for(largest.isfinite().tolist)
-    return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
+    return next((name for (name, _), fine in zip(floats, finite, strict=True) if not fine), None)
 
 
 def seed_everything(seed: int, precision: PrecisionConfig, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from graphmoe.checkpoint import store
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import RunConfig
+from graphmoe.optim.flat_buffers import Family
 from graphmoe.passes.base import PassRunner
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile import code as unit_code
@@ -234,9 +235,17 @@ def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
     for family in optimizer.families:
         if kind in optimizer.rule.all_moments and kind not in family.moments:
             continue  # matrices and the rest may have other moments
-        shard = family.moment(kind) if kind in family.moments else getattr(family, kind)
-        found |= family.gathered(shard)
+        found |= family.gathered(shard_of(family, kind))
     return found
+
+
+def shard_of(family: Family, kind: str) -> Tensor:
+    shard = family.moments[kind] if kind in family.moments else getattr(family, kind)
+    if encoded := family.encoded(kind):
+        shard = torch.zeros(shard.shape)
+        for name, (_, own) in family.owned(shard).items():
+            encoded[name].decode(own)
+    return shard
 
 
 def whole_state(trainer: Trainer) -> dict[str, Any]:

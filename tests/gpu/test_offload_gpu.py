@@ -10,7 +10,7 @@ from graphmoe.plan.buckets import SLOTS
 from graphmoe.training.memory import activations_on_host
 from tests.gpu.sleeping import syncs_are_errors
 from tests.gpu.tiny import COMPILED
-from tests.runs import assert_same_state
+from tests.runs import assert_same_state, decoded
 
 KINDS = {
     "fp32": (),
@@ -28,7 +28,7 @@ def small_pieces(monkeypatch):
 
 def state_of(trainer):
     optimizer = trainer.optimizer
-    found = {**optimizer.state_dict(), "weights": optimizer.weights}
+    found = {**decoded(optimizer.state_dict()), "weights": optimizer.weights}
     copies = {kind: found[kind] for kind in ("main", "exp_avg", "exp_avg_sq", "weights")}
     named = ((k, v.items() if isinstance(v, dict) else enumerate(v)) for k, v in copies.items())
     return {f"{kind} {name}": tensor.detach().cpu().clone() for kind, of in named for name, tensor in of}

@@ -3,16 +3,20 @@
 import copy
 import functools
 import math
+import weakref
 
 import pytest
 import torch
 import yaml
 from torch import Tensor
 from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.config.schema import ConfigError, MasterDtype, MomentDtype
 from graphmoe.ops.gradients import noise, to_bf16
+from graphmoe.optim import flat_buffers
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.optim.rule import ADAMW
 from graphmoe.optim.storage import ROW, Storage, decode, encode, origins_of
@@ -35,6 +39,7 @@ from tests.optim.test_zero1 import (
 from tests.runs import (
     assert_same_state,
     config,
+    decoded,
     final_state,
     numbers,
     slow_but,
@@ -129,10 +134,12 @@ def test_an_update_is_that_in_fp64_within_one_step_of_what_is_stored(moments, ma
     named = {"lr": 1e-2, "schedule": "constant", "weight_decay": 0.3, "beta2": 0.9}
     net, optimizer = net_and_optimizer(0.0, dtype, moment_dtype=moments, master_dtype=master, **named)
     for number in range(4):
-        before = copy.deepcopy([optimizer.state_dict(), [w.detach().clone() for w in net.parameters()]])
+        before = copy.deepcopy(
+            [decoded(optimizer.state_dict()), [w.detach().clone() for w in net.parameters()]]
+        )
         grads = gradients(net, number)
         step(net, optimizer, grads)
-        after = optimizer.state_dict()
+        after = decoded(optimizer.state_dict())
         for (name, w), old, g in zip(net.named_parameters(), before[1], grads, strict=True):
             g = g.to(dtype).double() if master is IN_PLACE else g.double()
             m = before[0]["exp_avg"][name].double() * 0.9 + 0.1 * g
@@ -219,7 +226,7 @@ def test_second_moments_in_bf16_follow_at_a_beta2_that_rounding_to_the_nearest_s
     net, optimizer = net_and_optimizer(0.0, moment_dtype=BF16, **named)
     for number in range(400):
         step(net, optimizer, [torch.full(w.shape, 1.0 if number < 200 else 0.0) for w in net.parameters()])
-    found = torch.cat([each.flatten() for each in optimizer.state_dict()["exp_avg_sq"].values()])
+    found = torch.cat([each.flatten() for each in decoded(optimizer.state_dict()["exp_avg_sq"]).values()])
     wanted = (1 - 0.999**200) * 0.999**200
     assert found.mean().item() == pytest.approx(wanted, rel=0.05)
     stalled = torch.tensor(wanted).bfloat16()
@@ -306,9 +313,40 @@ def test_a_run_resumes_with_moments_stored_otherwise_but_not_without_its_masters
     other = trainer_in(tmp_path / "other", *RUN, *bf16, "optim.moment_dtype=bf16", source)
     for kind in ("exp_avg", "exp_avg_sq"):
         for name, moment in first.optimizer.state_dict()[kind].items():
-            assert torch.equal(other.optimizer.state_dict()[kind][name], moment.bfloat16().float())
+            assert torch.equal(decoded(other.optimizer.state_dict()[kind][name]), moment.bfloat16().float())
     with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: optimizer\.main\."):
         trainer_in(tmp_path / "second", *RUN, *bf16, "optim.master_dtype=bf16", source)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of new tensors that live at once."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in [] if func.is_view or func._schema.is_mutable else tree_leaves(found):
+            if isinstance(each, Tensor) and not each.is_meta:
+                self.add(each.nbytes)
+                weakref.finalize(each, self.add, -each.nbytes)
+        return found
+
+    def add(self, num_bytes):
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize("words", [STORED["int8, in place"], STORED["muon, int8"]], ids=["adamw", "muon"])
+def test_a_save_and_a_resume_decode_one_entry_at_a_time(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(flat_buffers, "PIECE", 64)
+    trainer = train_in(tmp_path, *RUN, *words, "model.vocab_size=1024")
+    before = copy.deepcopy(trainer.optimizer.families[0].moments)
+    with Live() as live:
+        trainer.saves.save(7, trainer._state(), wait=True)
+        trainer.saves.store.load(trainer._state())
+    assert_same_state(trainer.optimizer.families[0].moments, before)
+    sizes = [4 * weight.numel() for weight in trainer.optimizer.weights]
+    assert max(sizes) <= live.most < 1.5 * max(sizes) < sum(sizes)
 
 
 REFUSED = {

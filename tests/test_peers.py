@@ -1,8 +1,10 @@
-"""The scripts that run graphmoe's peers: transformers trains, errors are rows, and a rerun measures nothing."""
+"""The script that runs graphmoe's peers: transformers trains, errors are rows, a rerun measures nothing."""
 
 import json
 import subprocess
 import sys
+
+import pytest
 
 from tests.runs import ROOT
 
@@ -12,6 +14,7 @@ def run_peers(*words):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_peers_are_measured_once_and_errors_are_rows(tmp_path):
     words = "peers=transformers", f"out={tmp_path / 'peers.json'}"
     first = run_peers(*words)

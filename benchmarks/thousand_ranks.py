@@ -67,7 +67,7 @@ from graphmoe.training.slow_ranks import SlowRanks  # noqa: E402
 from graphmoe.training.trainer import StopFlag  # noqa: E402
 
 SIZES, NODE, MIB = (64, 128, 256, 512, 1024), 8, 2**20
-TENSORS, ROWS = 48, 32  # of the state that is saved
+TENSORS, ROWS = 16, 64  # of the state that is saved: 1,024 rows, so up to 1,024 ranks have whole ones
 LOGGED_STEPS, GLOO_MESH = (
     4,
     256,
@@ -136,6 +136,13 @@ def rendezvous(r: SimpleNamespace) -> None:
         r.ranks = worker.join(r.config)
 
 
+def connect(r: SimpleNamespace) -> None:
+    """Meet as `rendezvous` does, in less memory."""
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    r.store = CountedStore(dist.TCPStore(*where, is_master=r.rank == 0, wait_for_workers=False))
+    dist.init_process_group("fake", store=r.store, rank=r.rank, world_size=r.plan.layout.size("world"))
+
+
 def agree(r: SimpleNamespace) -> None:
     held = {FOLDER_HELD: str(r.folder)} if r.rank < NODE else {}
     with mock.patch.dict(os.environ, held):
@@ -170,7 +177,8 @@ def gloo_mesh(r: SimpleNamespace) -> None:
 
 
 def open_store(r: SimpleNamespace) -> None:
-    r.saves = Saves(CheckpointStore(r.folder / "checkpoints", r.config.checkpoint), r.plan, r.ranks)
+    store = CheckpointStore(r.folder / "checkpoints", r.config.checkpoint)
+    r.saves = Saves(store, r.plan, store._ranks)
     r.saves.store.to_resume()
     if r.rank >= NODE:
         r.saves.store._write_beside = write_here
@@ -205,6 +213,7 @@ def resume(r: SimpleNamespace) -> None:
 
 
 def steps(r: SimpleNamespace) -> None:
+    r.ranks = Ranks()
     slow_ranks, stop = SlowRanks(r.ranks, r.plan.layout, CPU_DEVICE), StopFlag(r.ranks)
     for step in range(LOGGED_STEPS):
         assert stop.signal(None) is None
@@ -228,13 +237,13 @@ def end(r: SimpleNamespace) -> None:
 Stages = dict[str, Callable[[SimpleNamespace], None]]
 START: Stages = {
     "rendezvous": rendezvous, "agree on configuration": agree, "threads, memory, start checks": checks,
-    "mesh": mesh, "mesh of gloo groups": gloo_mesh, f"{LOGGED_STEPS} logged steps": steps,
-    "compare replicas": replicas, "end": end,
+    "mesh": mesh, "mesh of gloo groups": gloo_mesh,
 }  # fmt: skip
+STEPS: Stages = {"": connect, f"{LOGGED_STEPS} logged steps": steps, "compare replicas": replicas, "end": end}
 SAVE: Stages = {
-    "": rendezvous, "open checkpoints": open_store, "save": save, "save beside training": save_beside,
+    "": connect, "open checkpoints": open_store, "save": save, "save beside training": save_beside,
 }  # fmt: skip
-RESUME: Stages = {"": rendezvous, " ": open_store, "resume": resume}
+RESUME: Stages = {"": connect, " ": open_store, "resume": resume}
 COLUMNS = ("wall_s", "cpu_s", "store_operations", "bytes", "messages", "connections", "private_mib")
 RECORD = struct.Struct(f"=q{len(COLUMNS)}d")  # a rank and its numbers; -1: it failed
 
@@ -365,6 +374,7 @@ def of_ranks(size: int, folder: Path, stages: Stages) -> dict[str, dict[str, lis
             gate.report(rank, wall, cpu, r.store.operations - before, *sent, len(now), private_mib())
         gate.wait()
 
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(size > NODE))  # as `worker.join` sets it
     pids, found, alive = forked(size, gate, run), {}, True
     try:
         for name in wanted:
@@ -518,7 +528,7 @@ def main() -> None:
         try:
             if size >= 2 * NODE:
                 raw.setdefault("launchers", {})[size] = of_launchers(size, folder)
-            for stages in (START, SAVE, RESUME):
+            for stages in (START, STEPS, SAVE, RESUME):
                 for name, numbers in of_ranks(size, folder, stages).items():
                     raw.setdefault(name, {})[size] = numbers
             raw.setdefault("model and optimizer of a rank", {})[size] = alone(lambda: build_one(size))  # noqa: B023

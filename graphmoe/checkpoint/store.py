@@ -200,7 +200,8 @@ class CheckpointStore:
     def _read(self, step: int, state: dict[str, Any], partial: bool) -> None:
         started = time.perf_counter()
         path = self._path(step)
-        wanted, saved = flatten(state), read_metadata(path)
+        # one rank parses what has an entry for each part of each rank, and its pickle goes to the others
+        wanted, saved = flatten(state), self._ranks.on_first(lambda: read_metadata(path))
         found = sorted(saved.state_dict_metadata)  # a bit for each: names of all ranks would be long
         own_bits = sum(1 << i for i, name in enumerate(found) if name in wanted.names)
         bits = functools.reduce(operator.or_, self._ranks.gather(own_bits))

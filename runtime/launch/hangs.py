@@ -20,7 +20,6 @@ from graphmoe.runtime.host.files import ALIVE, temporary_folder
 from graphmoe.runtime.launch import stamps
 from graphmoe.runtime.launch.failures import Failure, ask_for_dumps, leave_failure
 
-_FOLDERS = "graphmoe-stamps-"
 _LONGEST_LOOK_S = 1.0  # more is not counted: if the launcher was suspended, the workers were too
 _STACKS_S = 3.0
 _MOST_OTHERS = 8
@@ -147,7 +146,7 @@ def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[s
     if timeout_s is None:
         yield None, {}
         return
-    with temporary_folder(_FOLDERS) as folder:
+    with temporary_folder("graphmoe-stamps-") as folder:
         yield HangWatch(folder, timeout_s), {stamps.STAMPS: str(folder)}
 
 

@@ -24,6 +24,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import traceback
@@ -144,6 +145,11 @@ def join(config: RunConfig) -> Ranks:
         held = os.environ.get(FOLDER_HELD)
         set_flight_recorder(Path(held, LOGS) if held else None)
     backend, rank, size = backend_of(device), int(os.environ["RANK"]), num_ranks()
+    if size > int(os.environ["LOCAL_WORLD_SIZE"]):
+        # else each group of gloo connects each rank to all others, by n^2 operations of rank 0's store
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the store has a connection to each rank
     endpoint, instead = set_meeting_place(config.launch)
     try:
         if ELASTIC in os.environ and LAUNCHER_PID not in os.environ:  # torchrun has a store already
@@ -169,10 +175,10 @@ def _has_flight_recorder(config: RunConfig) -> bool:
 def _agree(config: RunConfig, base: Path, ranks: Ranks) -> tuple[RunConfig, Path, RunFolder | None]:
     from graphmoe.run.folder import claim
 
-    held = os.environ.get(FOLDER_HELD)
-    offers = [offer for offer in ranks.gather((config, Path(held)) if held else None) if offer]
-    if offers:
-        return *offers[0], None
+    folders = ranks.gather(os.environ.get(FOLDER_HELD))
+    if held := {rank: Path(folder) for rank, folder in enumerate(folders) if folder}:
+        first, path = next(iter(held.items()))
+        return ranks.on_first(lambda: config, first), path, None
     mine: list[RunFolder] = []
 
     def take() -> tuple[RunConfig, Path]:

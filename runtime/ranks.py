@@ -1,5 +1,6 @@
 """Object collectives of a job's ranks; process groups of a layout."""
 
+import operator
 import os
 import pickle
 import platform
@@ -41,18 +42,27 @@ class Ranks:
 
     def gather(self, item: T) -> list[T]:
         """Return every rank's item, in rank order."""
-        if self.group is None:
-            return [item]
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.group)
-        return items
+        items = self.merged([item], operator.add) or []
+        return self.on_first(lambda: items)
 
-    def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0; all ranks get its result or error."""
+    def merged(self, item: T, merge: Callable[[T, T], T]) -> T | None:
+        """Return all ranks' items merged in rank order on rank 0, None on others. Collective, by a tree."""
+        for step in (1 << i for i in range((self.size - 1).bit_length())):  # torch's ring has 4 n messages
+            if self.rank & step:
+                dist.send_object_list([item], self.rank - step, group=self.group)
+                return None
+            if self.rank + step < self.size:
+                found: list[Any] = [None]
+                dist.recv_object_list(found, self.rank + step, group=self.group)
+                item = merge(item, found[0])
+        return item
+
+    def on_first(self, action: Callable[[], T], first: int = 0) -> T:
+        """Run ``action`` on rank 0, or ``first``; all ranks get its result or error."""
         if self.size == 1:
             return action()
-        outcome: list[Any] = list(_outcome(action)) if self.is_first else [None, None]
-        dist.broadcast_object_list(outcome, group=self.group)
+        outcome: list[Any] = list(_outcome(action)) if self.rank == first else [None, None]
+        dist.broadcast_object_list(outcome, first, group=self.group)
         return _result(*outcome)
 
     def on_first_of_node(self, action: Callable[[], T]) -> T:
@@ -151,8 +161,7 @@ def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...
     """Sum each tensor over a group by one collective, in its own dtype. No device sync on a GPU."""
     if group is None:
         return tensors
-    # fp64 keeps counts exact
-    total = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    total = torch.cat([tensor.detach().double().flatten() for tensor in tensors])  # fp64 keeps counts exact
     with waiting():
         dist.all_reduce(total, group=group)
     parts = total.split([tensor.numel() for tensor in tensors])

@@ -7,8 +7,8 @@ A rank writes ``__<rank>_0.distcp``, its tensors and plain values one after the 
 import dataclasses
 import io
 import math
+import operator
 import pickle
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,48 +29,69 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.flat_shards import Box, FlatShard
 from graphmoe.checkpoint.folders import METADATA, CheckpointError
-from graphmoe.checkpoint.metadata_file import StoredPart, read_metadata, read_part, read_plain, read_tensor
+from graphmoe.checkpoint.metadata_file import StoredPart, read_part, read_plain, read_tensor
 from graphmoe.checkpoint.saver import write_file
 from graphmoe.runtime.host.files import FileSum
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import storage_info
 
-Write = Callable[[Path, Iterable[bytes | Tensor]], FileSum]
+Part = bytes | Tensor
+Write = Callable[[Path, Iterable[Part]], FileSum]
 """Writes a file of these parts, each before the next is made."""
 
 
 def write_entries(
     folder: Path, entries: Entries, copies: dict[str, Tensor], ranks: Ranks, write: Write
 ) -> dict[str, FileSum]:
-    """Write and fsync this rank's part by ``write``; return checksums of its files.
+    """Write and fsync this rank's files by ``write``; return their checksums. Collective.
 
     Tensors whose name is in ``copies`` are read from there.
     """
-    writer = _Writer(folder, ranks.rank, write)
-    with _dcp_errors():
-        dcp.save(
-            {**entries.of(Tensor), **entries.values},
-            storage_writer=writer,
-            planner=CopiesPlanner(entries.of(FlatShard), copies),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
-    return writer.sums
+    planner, sums = CopiesPlanner(entries.of(FlatShard), copies), dict[str, FileSum]()
+    own, results, name = list[bytes](), list[WriteResult](), f"__{ranks.rank}_0.distcp"
+
+    def parts_of(plan: SavePlan) -> Iterator[Part]:
+        start = 0
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            part = data.detach() if isinstance(data, Tensor) else data.getvalue()
+            length = part.nbytes if isinstance(part, Tensor) else len(part)
+            results.append(WriteResult(item.index, length, storage_info(name, start, length)))
+            yield part
+            start += length
+
+    def write_own() -> None:
+        planner.set_up_planner({**entries.of(Tensor), **entries.values}, is_coordinator=ranks.is_first)
+        plan = planner.create_local_plan()
+        sums[name] = write(folder / name, parts_of(plan))
+        own.append(pickle.dumps((plan, results)))  # each by itself: to load all at once would hold the GIL
+
+    ranks.on_each(write_own)
+    # once: DCP's own save gathers plans, sends them back, gathers results and sends the metadata to all ranks
+    pickled = ranks.merged(own, operator.add)
+
+    def write_metadata() -> None:
+        written = [pickle.loads(each) for each in pickled or []]
+        _, metadata = planner.create_global_plan([plan for plan, _ in written])
+        stored = {each.index: each.storage_data for _, results in written for each in results}
+        content = io.BytesIO()
+        _Preemptible(content).dump(dataclasses.replace(metadata, storage_data=stored))
+        sums[METADATA] = write(folder / METADATA, [content.getvalue()])
+
+    ranks.on_first(write_metadata)
+    return sums
 
 
 def write_here(path: Path, parts: Iterable[bytes | Tensor]) -> FileSum:
@@ -93,107 +111,38 @@ class _Preemptible(pickle.Pickler):
         return NotImplemented
 
 
-class _Writer(FileSystemWriter):
-    """DCP storage writer of raw tensors: each is its elements in row-major order, without a header."""
-
-    def __init__(self, folder: Path, rank: int, write: Write) -> None:
-        super().__init__(folder)
-        self.sums: dict[str, FileSum] = {}
-        self._folder, self._name, self._write = folder, f"__{rank}_0.distcp", write
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = list[WriteResult]()
-
-        def parts() -> Iterator[bytes | Tensor]:
-            start = 0
-            for item in plan.items:
-                data = planner.resolve_data(item)
-                part = data.detach() if isinstance(data, Tensor) else data.getvalue()
-                length = part.nbytes if isinstance(part, Tensor) else len(part)
-                results.append(WriteResult(item.index, length, storage_info(self._name, start, length)))
-                yield part
-                start += length
-
-        self._write_file(self._name, parts())
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
-        return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
-        content = io.BytesIO()
-        _Preemptible(content).dump(metadata)
-        self._write_file(METADATA, [content.getvalue()])
-
-    def _write_file(self, name: str, parts: Iterable[bytes | Tensor]) -> None:
-        self.sums[name] = self._write(self._folder / name, parts)
-
-
 def value_names(saved: Metadata) -> set[str]:
     entries = saved.state_dict_metadata.items()
     return {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
 
 
-def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
+def read_entries(folder: Path, saved: Metadata, wanted: Entries, values: set[str]) -> dict[str, Any]:
     """Fill tensors and shards of ``wanted`` in place; return plain ``values`` by name. Runs no code in files.
 
-    *Raises* CheckpointError for invalid contents.
+    ``saved``: what the folder has. *Raises* CheckpointError for invalid contents.
     """
     flat: dict[str, Any] = {**wanted.of(Tensor), **dict.fromkeys(sorted(values))}
-    with _dcp_errors():
-        dcp.load(
-            flat,
-            storage_reader=_Reader(folder),
-            planner=FillPlanner(wanted.of(FlatShard)),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
+    planner = FillPlanner(wanted.of(FlatShard))
+    planner.set_up_planner(flat, saved)
+    for item in planner.create_local_plan().items:
+        part: StoredPart = saved.storage_data[item.storage_index]
+        path = folder / part.relative_path
+        with _errors_of(path), open(path, "rb") as file:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(read_part(file, part)))
+                continue
+            about = saved.state_dict_metadata[item.storage_index.fqn]
+            assert isinstance(about, TensorStorageMetadata) and item.storage_index.index is not None
+            sizes = about.chunks[item.storage_index.index].sizes
+            tensor = read_tensor(file, part, about.properties.dtype, sizes)
+            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dim, start, size)
+            target = planner.resolve_tensor(item).detach()
+            assert target.shape == tensor.shape
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+            del tensor  # before the next is read
     return {name: flat[name] for name in values}
-
-
-class _Reader(FileSystemReader):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        # DCP would unpickle any class that the file names
-        return read_metadata(self._folder)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        assert isinstance(planner, FillPlanner) and planner.metadata is not None
-        for item in plan.items:
-            part: StoredPart = self.storage_data[item.storage_index]
-            path = self._folder / part.relative_path
-            with _errors_of(path), open(path, "rb") as file:
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(read_part(file, part)))
-                    continue
-                saved = planner.metadata.state_dict_metadata[item.storage_index.fqn]
-                assert isinstance(saved, TensorStorageMetadata)
-                at = next(each for each in saved.chunks if each.offsets == item.storage_index.offset)
-                tensor = read_tensor(file, part, saved.properties.dtype, at.sizes)
-                for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    tensor = tensor.narrow(dim, start, size)
-                target = planner.resolve_tensor(item).detach()
-                assert target.shape == tensor.shape
-                target.copy_(tensor)
-                planner.commit_tensor(item, target)
-                del tensor  # before the next is read
-        read: Future[None] = Future()
-        read.set_result(None)
-        return read
-
-
-@contextmanager
-def _dcp_errors() -> Iterator[None]:
-    # a filter that stays: catch_warnings swaps global state, which is not safe in a thread
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    try:
-        yield
-    except CheckpointException as error:
-        _, (cause, _) = min(error.failures.items())
-        raise cause from error
 
 
 @contextmanager

@@ -9,8 +9,7 @@ import functools
 import itertools
 import mmap
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
@@ -232,33 +231,39 @@ def local_part(tensor: Tensor | FlatShard) -> Tensor:
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
     """Return the entries that this rank saves; one that several ranks hold is saved by one. Collective."""
-    if ranks.size == 1:
-        return entries
     keys = {n: (n, t.place if isinstance(t, FlatShard) else ()) for n, t in entries.tensors.items()}
-    sizes = {key: local_part(entries.tensors[name]).nbytes for name, key in keys.items()}
-    named = ranks.gather((sizes, list(entries.values)))
-    writers = assign([sizes for sizes, _ in named])
-    values = [set(names) for _, names in named]
-    # a plain value named by several ranks is saved by the first
-    earlier = set().union(*values[: ranks.rank])
+    mine = 1 << ranks.rank
+    held = {key: (local_part(entries.tensors[name]).nbytes, mine) for name, key in keys.items()}
+    everywhere = ranks.merged(held | {(name, None): (0, mine) for name in entries.values}, _joined)
+    writers = ranks.on_first(lambda: assign(everywhere or {}, ranks.size))
     return Entries(
-        {n: t for n, t in entries.tensors.items() if writers[keys[n]] == ranks.rank},
-        {n: value for n, value in entries.values.items() if n not in earlier},
+        {n: t for n, t in entries.tensors.items() if writers.get(keys[n], ranks.rank) == ranks.rank},
+        {n: value for n, value in entries.values.items() if writers.get((n, None), ranks.rank) == ranks.rank},
     )
 
 
-def assign(sizes: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
-    """Return the rank that writes each key, with balanced bytes; ``sizes``: bytes by key of each rank."""
-    holders: dict[Any, list[int]] = defaultdict(list)
-    largest: dict[Any, int] = {}
-    for rank, held in enumerate(sizes):
-        for key, num_bytes in held.items():
-            holders[key].append(rank)
-            largest[key] = num_bytes
-    loads, writers = [0] * len(sizes), {}
-    # unique keys first, then greedily from the largest, each to the rank with the least
-    for key in sorted(largest, key=lambda key: (len(holders[key]) > 1, -largest[key], key)):
-        rank = min(holders[key], key=loads.__getitem__)
-        writers[key] = rank
-        loads[rank] += largest[key]
+Held = dict[Any, tuple[int, int]]
+"""Bytes of entries, and the ranks that hold them as bits."""
+
+
+def _joined(held: Held, more: Held) -> Held:
+    for key, (num_bytes, ranks) in more.items():
+        held[key] = num_bytes, ranks | held.get(key, (0, 0))[1]
+    return held
+
+
+def assign(held: Held, size: int) -> dict[Any, int]:
+    """Return the rank that writes each key that several of ``size`` ranks hold, with balanced bytes."""
+    loads, several = [0] * size, Held()
+    for key, (num_bytes, ranks) in held.items():
+        if ranks & (ranks - 1):
+            several[key] = num_bytes, ranks
+        else:
+            loads[ranks.bit_length() - 1] += num_bytes
+    writers = {}
+    # greedily from the largest, each to the rank with the least, the first of equal ones
+    for key, (num_bytes, ranks) in sorted(several.items(), key=lambda item: -item[1][0]):
+        holders = (rank for rank in range(size) if ranks >> rank & 1)
+        writers[key] = min(holders, key=loads.__getitem__)
+        loads[writers[key]] += num_bytes
     return writers

@@ -117,7 +117,7 @@ class Saver:
     def has_answer(self, patience_s: float | None = 0.0) -> bool:
         """Return whether an answer is there; wait if signs of life are at most ``patience_s`` apart."""
         while b"\n" not in self._received.lstrip(b"\n"):
-            if not select.select([self._socket], [], [], patience_s)[0]:
+            if not _is_readable(self._socket, patience_s):
                 return False
             try:
                 received = self._socket.recv(1 << 16)
@@ -161,7 +161,7 @@ class Program:
         with contextlib.suppress(ConnectionError), self._socket.makefile("rb") as requests:
             while True:
                 # children that the trainer forked may hold its end open, so its end alone does not tell
-                while not select.select([self._socket], [], [], _POLL_S)[0]:
+                while not _is_readable(self._socket, _POLL_S):
                     self._check()
                 if not (line := requests.readline()):
                     return
@@ -186,6 +186,12 @@ class Program:
             self._told_s = time.monotonic()
             with contextlib.suppress(BlockingIOError):  # the trainer reads only while it waits
                 self._socket.send(b"\n", socket.MSG_DONTWAIT)
+
+
+def _is_readable(peer: socket.socket, patience_s: float | None) -> bool:
+    waiting = select.poll()  # select() takes no file number above 1023, which rank 0 of many has
+    waiting.register(peer, select.POLLIN)
+    return bool(waiting.poll(None if patience_s is None else 1e3 * patience_s))
 
 
 def _write(memory: int, path: str, lines: list[Any], check: Callable[[], object]) -> tuple[str, int]:

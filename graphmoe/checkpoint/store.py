@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterable
-from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ class CheckpointStore:
             steps = [step]
         for candidate in steps:
             lines = self._damage(candidate)
-            if lines and self._mirror is not None and self._ranks.on_first(bind(self._fetch, candidate)):
+            fetch = functools.partial(self._fetch, candidate)
+            if lines and self._mirror is not None and self._ranks.on_first(fetch):
                 lines = self._damage(candidate)
             if not lines:
                 self._read(candidate, state, partial)
@@ -195,14 +197,19 @@ class CheckpointStore:
     def _read(self, step: int, state: dict[str, Any], partial: bool) -> None:
         started = time.perf_counter()
         path = self._path(step)
-        wanted, saved = flatten(state), read_metadata(path)
-        all_names = set().union(*self._ranks.gather(wanted.names))
-        own = differences(wanted, saved, all_names, partial=partial)
+        # one rank parses what has an entry for each part of each rank, and its pickle goes to the others
+        wanted, saved = flatten(state), self._ranks.on_first(lambda: read_metadata(path))
+        found = sorted(saved.state_dict_metadata)  # a bit for each: names of all ranks would be long
+        own_bits = sum(1 << i for i, name in enumerate(found) if name in wanted.names)
+        bits = functools.reduce(operator.or_, self._ranks.gather(own_bits))
+        own = differences(wanted, saved, {n for i, n in enumerate(found) if bits >> i & 1}, partial=partial)
         _require_none(path, [line for lines in self._ranks.gather(own) for line in lines])
         values = value_names(saved)
         with working(f"reading {path}"):
             names = values & wanted.names if partial else values
-            merge(state, read_entries(path, wanted, names, self._ranks))
+            read = dict[str, Any]()
+            self._ranks.on_each(lambda: read.update(read_entries(path, saved, wanted, names)))
+            merge(state, read)
         log.info("read %s: %s in %.2f s", path, shown_size(wanted.num_bytes), time.perf_counter() - started)
 
     def _write_beside(self, path: Path, parts: Iterable[bytes | Tensor]) -> FileSum:
@@ -222,7 +229,7 @@ class CheckpointStore:
             temporary = self._ranks.on_first(lambda: folders.make_temporary(self.folder, step))
             sums = self._ranks.gather(write_entries(temporary, entries, copies, self._ranks, write))
             merged = {name: value for part in sums for name, value in part.items()}
-            self._ranks.on_first(bind(self._publish, temporary, step, merged))
+            self._ranks.on_first(functools.partial(self._publish, temporary, step, merged))
         except BaseException as error:
             if temporary is not None and self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)

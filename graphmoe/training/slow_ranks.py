@@ -27,7 +27,8 @@ class SlowRanks:
     def add(self, step: int, own_s: float) -> dict[str, Any]:
         """Compare this rank's own work in a logged step; log a rank that becomes slow; return metrics."""
         times = self._ranks.gather(own_s)
-        medians = {r: statistics.median_low([times[i] for i in g]) for g in self._groups for r in g}
+        of_groups = [(g, statistics.median_low([times[i] for i in g])) for g in self._groups]
+        medians = {rank: median for group, median in of_groups for rank in group}
         if not medians:
             return {}
         for rank, median in medians.items():

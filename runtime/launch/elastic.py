@@ -52,7 +52,6 @@ _OTHERS_S = 2.0  # to wait for errors of other nodes, which may have caused thos
 # Restarted workers would read addresses of the previous attempt (pytorch #135712), and elastic listens on all
 # interfaces for a shared store
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-_MEETING = "graphmoe-meeting-"
 _SHOWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -75,7 +74,7 @@ def launch(
     began = time.time()
     log_dir.mkdir(parents=True, exist_ok=True)
     logs = RankLogs(log_dir, redirect=nodes.is_first)
-    meeting = temporary_folder(_MEETING) if nodes.count == 1 else store_of_nodes(nodes)
+    meeting = temporary_folder("graphmoe-meeting-") if nodes.count == 1 else store_of_nodes(nodes)
     with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir), meeting as folder:
         words = ("-m", module, str(resolved))
         agent = _Agent(_elastic_config(config, logs, nodes, folder, one_gpu_each), words)
@@ -112,6 +111,7 @@ def _elastic_config(
     config: LaunchConfig, logs: RankLogs, nodes: Nodes, meeting: Path | None, one_gpu_each: bool
 ) -> ElasticConfig:
     meets: dict[str, Any] = {"timeout": MEETING_S, "read_timeout": MEETING_S}
+    meets["keep_alive_interval"] = 5 + nodes.count // 4  # all nodes rewrite one entry, and retry if one did
     # a file in a private folder: no port, and no other user may write it
     meets |= {"store_type": "file"} if meeting else {"is_host": "false"}
     elastic = ElasticConfig(

@@ -17,31 +17,21 @@ from pathlib import Path
 import psutil
 
 from graphmoe.runtime.host.files import ALIVE, temporary_folder
+from graphmoe.runtime.launch import stamps
 from graphmoe.runtime.launch.failures import Failure, ask_for_dumps, leave_failure
-from graphmoe.runtime.launch.stamps import (
-    LOG_DIR,
-    STACK,
-    STAMPS,
-    SUFFIX,
-    Stamp,
-    ask_for_stacks,
-    read_stamp,
-    wait_for,
-)
 
-_FOLDERS = "graphmoe-stamps-"
 _LONGEST_LOOK_S = 1.0  # more is not counted: if the launcher was suspended, the workers were too
 _STACKS_S = 3.0
 _MOST_OTHERS = 8
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (.+)')
 # files of torch whose functions wait for other ranks, or for the device, which may wait for them
 _WAITING = re.compile(r"torch/(distributed|cuda)/")
-_WAIT = wait_for.__code__.co_filename, wait_for.__name__
+_WAIT = stamps.wait_for.__code__.co_filename, stamps.wait_for.__name__
 
 
 @dataclass
 class _Watched:
-    stamp: Stamp
+    stamp: stamps.Stamp
     late_s: float = 0.0  # since the heartbeat
     stopped_s: float = 0.0  # since its process was stopped (SIGSTOP)
     stacks: str = ""  # of faulthandler; empty without an answer
@@ -79,12 +69,12 @@ class HangWatch:
         """If a worker hangs, report it and kill all workers of this node. Call it every second."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
-        for path in self._folder.glob(f"*{SUFFIX}"):
-            if stamp := read_stamp(path):
+        for path in self._folder.glob(f"*{stamps.SUFFIX}"):
+            if stamp := stamps.read_stamp(path):
                 self._note(stamp, passed)
         ranks = sorted(self._watched.values(), key=lambda watched: watched.stamp.rank)
         if self.log_dir is None:
-            named = [path.read_text(encoding="utf-8") for path in self._folder.glob(f"*{LOG_DIR}")]
+            named = [path.read_text(encoding="utf-8") for path in self._folder.glob(f"*{stamps.LOG_DIR}")]
             self.log_dir = Path(named[0]) if named else None
         if not any(watched.hangs(self._timeout_s) for watched in ranks):
             return
@@ -92,7 +82,7 @@ class HangWatch:
         if all(_status(watched.stamp.pid) is not None for watched in ranks):
             self._end(ranks, attempt, log_dir)
 
-    def _note(self, stamp: Stamp, passed: float) -> None:
+    def _note(self, stamp: stamps.Stamp, passed: float) -> None:
         known = self._watched.get(stamp.rank)
         if known is None or known.stamp != stamp:
             self._watched[stamp.rank] = _Watched(stamp)
@@ -134,10 +124,10 @@ class HangWatch:
         self._watched.clear()
 
     def _ask_for_stacks(self, ranks: Sequence[_Watched]) -> None:
-        files = [self._folder / f"{each.stamp.rank}{STACK}" for each in ranks]
+        files = [self._folder / f"{each.stamp.rank}{stamps.STACK}" for each in ranks]
         for each in ranks:
             with suppress(ProcessLookupError):
-                ask_for_stacks(each.stamp.pid)
+                stamps.ask_for_stacks(each.stamp.pid)
         # a worker that is stopped or blocked in the kernel does not answer
         end, before = time.monotonic() + _STACKS_S, None
         while time.monotonic() < end:
@@ -156,8 +146,8 @@ def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[s
     if timeout_s is None:
         yield None, {}
         return
-    with temporary_folder(_FOLDERS) as folder:
-        yield HangWatch(folder, timeout_s), {STAMPS: str(folder)}
+    with temporary_folder("graphmoe-stamps-") as folder:
+        yield HangWatch(folder, timeout_s), {stamps.STAMPS: str(folder)}
 
 
 def _lines(others: Sequence[_Watched]) -> list[str]:

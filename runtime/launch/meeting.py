@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 MEETING_S = 900  # that nodes, and ranks, wait for each other
 _ANSWER_S = 30.0  # for a store to answer and name its run, which its host writes at once
 _SILENT_S = 5.0
-_TRY_S = 0.1
+_TRY_S, _TURN_S = 0.1, 0.02
 _RUN = "graphmoe/run"
 
 
@@ -36,6 +36,7 @@ def store_of_nodes(nodes: Nodes) -> Iterator[None]:
     else:
         _wait(endpoint, "the first node", nodes.address, says=True)
         store = _join(endpoint, run, instead)
+    time.sleep(_TURN_S * store.add(f"{_RUN}/nodes", 1))  # elastic's nodes overwrite one entry, and retry
     yield
     del store
 

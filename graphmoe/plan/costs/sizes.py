@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -225,9 +224,9 @@ def _operands(sizes: Sizes, index: int) -> float:
     model, tp, d, (rows, slots) = sizes.model, sizes.layout.tp, sizes.model.hidden_size, sizes.room
     *first, last = sizes.attention.weights
     of_attention = {each.rows for each in first}, [each.columns / tp for each in first]
-    found = Counter({"attn": sizes.gathered * (sum(map(sum, of_attention)) + last.rows / tp + d)})
+    found = {"attn": sizes.gathered * (sum(map(sum, of_attention)) + last.rows / tp + d)}
     dense, of_token = ("shared_experts", model.shared_ffn_size) if moe else ("mlp", model.dense_ffn_size / tp)
-    found[dense] += (sizes.tokens if moe else sizes.gathered) * (2 * d + 3 * of_token)
+    found[dense] = (sizes.tokens if moe else sizes.gathered) * (2 * d + 3 * of_token)
     has_rows = sizes.layout.size("ep_etp") > 1
     if moe and (sizes.is_planned or not has_rows):  # else wgrad of experts is part of dgrad
         found["experts"] = slots * 3 * (model.expert_ffn_size // sizes.layout.etp) + 2 * has_rows * rows * d

@@ -92,9 +92,9 @@ class Costs:
             "pairs of ranks with more or fewer stages save differently"
         )
         each = (forward, backward_input, backward_weight)
-        times = (tuple(time / share for share in shares) for time in each)
+        forwards, inputs, weights = (tuple(time / share for share in shares) for time in each)
         sizes = None if activation_bytes is None else tuple(activation_bytes / share for share in shares)
-        return cls(*times, comm, hidden / shares[0], sizes)
+        return cls(forwards, inputs, weights, comm, hidden / shares[0], sizes)
 
     def of(self, step: Step) -> float:
         if isinstance(step, Together):

@@ -140,7 +140,7 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
         projected["dispatched"] = sum(projected.pop(name, 0) for name in EXCHANGED)
     for name in projected.keys() | found.keys() - {""}:
         assert projected[name] == pytest.approx(found[name], rel=TOLERANCE, abs=4_300), name
-    if words in map(CASES.get, FAST[:3]):
+    if words in map(CASES.get, FAST[:3:2]):  # recomputed segments hand copies too
         num_bytes = sum(storage.nbytes() for storage in handed.values())
         assert deferred_bytes(sizes, whole, 0.0) == pytest.approx(num_bytes, rel=TOLERANCE)
 

@@ -1,7 +1,6 @@
 """Estimates for a search's candidates: exact memory of the worst rank, approximate step time."""
 
 import functools
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from graphmoe.plan.attention import is_linear
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, stage_times, sum_of
-from graphmoe.plan.costs.sizes import Sizes, overlaps
+from graphmoe.plan.costs.sizes import Sizes, deferred_bytes, overlaps
 from graphmoe.plan.experts import is_moe
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
@@ -48,7 +47,7 @@ class PlaceKind(NamedTuple):
 
     place: int
     stages: Stages
-    moments: tuple[tuple[int, ...], ...]  # micro-batches kept of each stage whenever a rank keeps most
+    moments: tuple[tuple[int, ...], ...]  # counts of `in_flight` whenever a rank keeps most
 
 
 class Like(NamedTuple):
@@ -77,6 +76,7 @@ class _Stage(NamedTuple):
     time: SegmentTime
     host_s: float
     activations: float
+    deferred: float
     beside: float
     """Those of a second micro-batch slot."""
 
@@ -123,7 +123,7 @@ class Estimates:
 
     def _short(self, plan: PipelinePlan | None) -> ShortPipeline:
         if plan is None:
-            return ShortPipeline((PlaceKind(0, (self._all,), ((1,),)),))
+            return ShortPipeline((PlaceKind(0, (self._all,), ((1, 0),)),))
         return ShortPipeline(place_kinds(plan, self._alike_in), plan.embed_on)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:
@@ -134,15 +134,15 @@ class Estimates:
         has_pool = candidate.config.graph.scope != "none"
         needs = []
         for place in pipeline.places:
-            kept = [self._stage(like, kind, pieces).activations for pieces in place.stages]
+            stages = [self._stage(like, kind, pieces) for pieces in place.stages]
+            kept = [*(stage.activations for stage in stages), *(stage.deferred for stage in stages)]
             slots = num_slots(candidate.layout.pp > 1, candidate.config.pipeline.ep_overlap)
             lanes = max(slots, *map(sum, place.moments)) if has_pool else 0
             activations = max(
                 sum(count * size for count, size in zip(counts, kept, strict=True))
                 for counts in place.moments
             )
-            beside = (self._stage(like, kind, pieces).beside for pieces in place.stages)
-            activations += (slots - 1) * sum(beside)
+            activations += (slots - 1) * sum(stage.beside for stage in stages)
             buffers = communication + self._buffers(like, kind, place.stages, lanes)
             in_turns = candidate.config.pipeline.ep_overlap
             state = self._state(_of_weights(layout, pipeline.embed_on), place.stages, in_turns).sizes
@@ -205,9 +205,9 @@ class Estimates:
         times = stage_times(config, sizes, self.speeds, pieces)
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
         host_s = host_seconds(config, times, self.speeds)
-        by_segment = sum(kept.values(), Counter[str]())
-        beside = beside_bytes(kept, segments_of(config.graph.scope))
-        return _Stage(sum_of("", times), host_s, float(by_segment.total()), float(beside))
+        saved = float(sum(part.total() for part in kept.values()))
+        beside = float(beside_bytes(kept, segments_of(config.graph.scope)))
+        return _Stage(sum_of("", times), host_s, saved, deferred_bytes(sizes, pieces, saved), beside)
 
     def _estimate_state(self, layout: Layout, stages: Stages, in_turns: bool) -> _State:
         optim = self.config.optim

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from graphmoe.config.schema import GraphConfig, MoEConfig
 from graphmoe.model.sizes import STATE_KINDS, Owned, host_bytes, state_bytes
@@ -21,7 +22,7 @@ from graphmoe.plan.costs.activations import (
 )
 from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
-from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.sizes import Sizes, deferred_bytes
 from graphmoe.plan.experts import is_moe
 from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, ranks_of
 from graphmoe.plan.pipeline.check import peaks
@@ -81,7 +82,8 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
     """Return the memory of each pipeline position; `refuse_unknown` rejects what this does not model."""
     sizes, of_run = plan.sizes(on_nvidia=on_nvidia), (plan.recompute, plan.moe, plan.graph)
     stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
-    activations = in_flight(plan, [sum(kept.total() for kept in parts.values()) for parts in stages])
+    saved = [float(sum(kept.total() for kept in parts.values())) for parts in stages]
+    activations = in_flight(plan, saved, [*map(partial(deferred_bytes, sizes), plan.stages, saved)])
     slots = num_slots(plan.pipeline is not None, plan.ep_overlap)
     lanes = [slots] if slots > 1 else in_flight(plan, [1] * len(stages))
     places, communication = [], communication_bytes(sizes)
@@ -116,9 +118,14 @@ def beside_bytes(by_part: Mapping[str, Bytes], captured: Iterable[str]) -> float
     return max(of_segments, *(kept.total() for kept in by_part.values()), 0.0)
 
 
-def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
-    """Return the step's peak at each pipeline position; ``of_stages``: what a micro-batch adds per stage."""
-    return peaks(plan.pipeline.table, of_stages) if plan.pipeline else of_stages
+def in_flight(
+    plan: Plan, of_stages: Sequence[float], deferred: Sequence[float] | None = None
+) -> Sequence[float]:
+    """Return the step's peak at each pipeline position; ``of_stages``: what a micro-batch adds per stage.
+
+    ``deferred``: what it holds from dgrad to wgrad, otherwise the same.
+    """
+    return peaks(plan.pipeline.table, of_stages, deferred) if plan.pipeline else of_stages
 
 
 def state_of_place(plan: Plan, place: int) -> dict[str, float]:

@@ -93,18 +93,15 @@ def test_tables_end_in_a_verdict(project):
     assert "1 micro-batch of 1" in " ".join(project(*SMALL, "train.micro_batch_size=1").out.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "nodes", "ranks"),
-    [
-        ("launch.nproc=4", 1, 4),
-        ("launch.nproc=4 launch.nodes=3", 3, 12),
-        ("launch.nproc=1", 1, 1),
-        ("launch.nodes=2", 2, 16),
-        ("launch.nproc=2 nodes=3", 3, 6),
-        ("launch=node", 1, 8),
-        ("experiment=deepseek_v2_32_mi355x moe.dispatcher=alltoall", 4, 32),
-    ],
-)
+@pytest.mark.parametrize(("words", "nodes", "ranks"), [
+    ("launch.nproc=4", 1, 4),
+    ("launch.nproc=4 launch.nodes=3", 3, 12),
+    ("launch.nproc=1", 1, 1),
+    ("launch.nodes=2", 2, 16),
+    ("launch.nproc=2 nodes=3", 3, 6),
+    ("launch=node", 1, 8),
+    ("experiment=deepseek_v2_32_mi355x moe.dispatcher=alltoall", 4, 32),
+])  # fmt: skip
 def test_nodes_and_their_gpus_are_those_of_a_run(words, nodes, ranks, document):
     found = document("hardware=mi355x", *words.split())
     assert (found["nodes"], found["num_ranks"], len(found["memory_gb_per_rank"])) == (nodes, ranks, ranks)

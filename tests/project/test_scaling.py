@@ -67,9 +67,9 @@ def test_numbers_of_gpus_that_a_layout_cannot_have_are_left_out_with_a_reason():
 def test_efficiency_is_of_the_fewest_gpus_that_have_the_memory():
     found = scaled_by(*typed("experiment=deepseek_v3_512_mi325x hardware=mi325x nodes=64"))
     rows = {row["num_ranks"]: row for row in found["rows"]}
-    assert not rows[128]["fits"] and rows[128]["efficiency"] is None and rows[256]["efficiency"] == 1
-    assert (rows[128]["bound_by"], rows[256]["bound_by"]) == ("memory", "compute")
-    assert scaled_cells(rows[128])[3::5] == ["-", "memory"]
+    assert not rows[256]["fits"] and rows[256]["efficiency"] is None and rows[512]["efficiency"] == 1
+    assert (rows[256]["bound_by"], rows[512]["bound_by"]) == ("memory", "compute")
+    assert scaled_cells(rows[256])[3::5] == ["-", "memory"]
     shown = text_of(render_scaled(found), width=200)
     assert "memory: not enough, the card has 256 GB" in shown
 

@@ -74,14 +74,11 @@ def test_a_rank_of_a_pipeline_has_its_own_layers():
     assert [[*kind] for kind in last] == [*KINDS[2:]]
 
 
-@pytest.mark.parametrize(
-    "words, device",
-    [
-        ((), "NVIDIA A100-SXM4-80GB"),
-        ((), "NVIDIA H200 MIG 1g.18gb"),
-        (("passes.disabled=[fuse_experts]",), None),
-    ],
-)
+@pytest.mark.parametrize("words, device", [
+    ((), "NVIDIA A100-SXM4-80GB"),
+    ((), "NVIDIA H200 MIG 1g.18gb"),
+    (("passes.disabled=[fuse_experts]",), None),
+])  # fmt: skip
 def test_what_is_not_projected_has_no_floors(words, device, caplog):
     caplog.set_level("INFO")
     assert floors(*words, device=device or "NVIDIA H200") == []

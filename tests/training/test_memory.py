@@ -15,6 +15,7 @@ from graphmoe.optim.storage import kept_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.layouts import all_pieces
+from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
 from graphmoe.runtime.ranks import Mesh
@@ -191,7 +192,8 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
     assert plan.pipeline is not None and len(places) == 4
     for place, peak in zip(places, peak_activations(plan.pipeline.table), strict=True):
         if place.place in (1, 2):  # all stages there are alike
-            assert place.activations == pytest.approx(place.by_segment.total() * peak)
+            error = 0.05 if schedule_of(schedule).splits_backward else 1e-9  # a deferred wgrad holds others
+            assert place.activations == pytest.approx(place.by_segment.total() * peak, error)
         assert place.activations <= place.by_segment.total() * plan.num_micro_batches
 
 

@@ -90,13 +90,9 @@ def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
 
 @functools.lru_cache(maxsize=8192)
 def _layer(
-    sizes: Sizes,
-    is_dense: bool,
-    normed: bool,
-    again: frozenset[str],
-    parts: frozenset[str],
+    sizes: Sizes, is_dense: bool, normed: bool, again: frozenset[str], parts: frozenset[str],
     offload: frozenset[str],
-) -> Bytes:
+) -> Bytes:  # fmt: skip
     if is_dense:
         dense = [*_attn(sizes, "mlp", normed), *_mlp(sizes)]
         return _kept(dense, DENSE_SEGMENTS, again, parts, offload)
@@ -113,13 +109,9 @@ def _layer(
 
 
 def _kept(
-    tensors: Iterable[Kept],
-    segments: Sequence[str],
-    again: frozenset[str],
-    parts: frozenset[str],
-    offload: frozenset[str],
-    stay: Sequence[Kept] = (),
-) -> Bytes:
+    tensors: Iterable[Kept], segments: Sequence[str], again: frozenset[str], parts: frozenset[str],
+    offload: frozenset[str], stay: Sequence[Kept] = (),
+) -> Bytes:  # fmt: skip
     regions: dict[str, int] = {}
     for number, (runs_again, run) in enumerate(itertools.groupby(segments, again.__contains__)):
         regions.update({name: number for name in run if runs_again})

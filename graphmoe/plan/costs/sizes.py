@@ -22,17 +22,20 @@ from graphmoe.config.schema import (
     Transport,
 )
 from graphmoe.plan.attention import AttentionFacts, attention_facts, is_hybrid, is_linear, model_of_layer
+from graphmoe.plan.costs.rates import FP32
 from graphmoe.plan.experts import (
     Load,
     arrivals_of,
     blocks_of,
     dispatcher_facts,
     experts_of,
+    is_moe,
     routed_tokens,
     sent_load,
     transport_of,
 )
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.layouts import StagePieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +202,36 @@ def overlaps(config: RunConfig, layout: Layout) -> bool:
     return config.pipeline.ep_overlap and (
         config.train.global_batch_size > config.train.micro_batch_size * layout.dp
     )
+
+
+def deferred_bytes(sizes: Sizes, pieces: StagePieces, saved: float) -> float:
+    """Return what a stage's dgrad hands to a deferred wgrad: inputs of GEMMs, and their outputs' gradients.
+
+    ``saved``: bytes that its forward saves.
+    """
+    model, rows = sizes.model, sizes.gathered
+    if model.lora_rank:
+        return saved
+    num_mtp, depth = len(pieces.mtp), model.num_layers
+    layers = sum(_operands(sizes, i) for i in (*pieces.layers, *(depth + k for k in pieces.mtp)))
+    of_head = FP32 * model.vocab_size // sizes.layout.tp * model.hidden_size * (model.mtp_depth + 1)
+    joined = sizes.element_bytes * rows * model.hidden_size * (pieces.embed + 3 * num_mtp)
+    return layers + joined + of_head * pieces.loss
+
+
+def _operands(sizes: Sizes, index: int) -> float:
+    moe, sizes = is_moe(sizes.model, index), sizes.of_layer(index)
+    model, tp, d, (rows, slots) = sizes.model, sizes.layout.tp, sizes.model.hidden_size, sizes.room
+    *first, last = sizes.attention.weights
+    of_attention = {each.rows for each in first}, [each.columns / tp for each in first]
+    found = {"attn": sizes.gathered * (sum(map(sum, of_attention)) + last.rows / tp + d)}
+    dense, of_token = ("shared_experts", model.shared_ffn_size) if moe else ("mlp", model.dense_ffn_size / tp)
+    found[dense] = (sizes.tokens if moe else sizes.gathered) * (2 * d + 3 * of_token)
+    has_rows = sizes.layout.size("ep_etp") > 1
+    if moe and (sizes.is_planned or not has_rows):  # else wgrad of experts is part of dgrad
+        found["experts"] = slots * 3 * (model.expert_ffn_size // sizes.layout.etp) + 2 * has_rows * rows * d
+    of_router = moe * FP32 * sizes.tokens * (d + model.num_experts)
+    return of_router + sum(n * (1 if name in sizes.fp8 else sizes.element_bytes) for name, n in found.items())
 
 
 def refuse_unknown(config: RunConfig) -> None:

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from graphmoe.plan.pipeline import Action, Kind, Step, Table, Together, parts
 
@@ -35,31 +35,40 @@ def peak_activations(table: Table) -> tuple[float, ...]:
     return tuple(peak / share for peak, share in zip(peaks(table, sizes), shares, strict=True))
 
 
-def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
-    """Return each rank's peak of saved activations; ``sizes``: one micro-batch's at each stage."""
+def peaks(table: Table, sizes: Iterable[float], deferred: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Return each rank's peak of saved activations; ``sizes``: one micro-batch's at each stage.
+
+    ``deferred``: the sizes after dgrad, which are otherwise equal.
+    """
     size_of, found = list(sizes), []
+    later = size_of if deferred is None else deferred
     for rank, moments in enumerate(in_flight(table)):
-        own = [size_of[stage] for stage in table.placement.stages_of(rank)]
+        own = [of[stage] for of in (size_of, later) for stage in table.placement.stages_of(rank)]
         found.append(max(float(sum(map(operator.mul, counts, own))) for counts in moments))
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return, per rank, counts of saved activations by stage at each time that may be the rank's peak."""
+    """Return, per rank, counts of saved activations at each time that may be the rank's peak: by stage, of
+    micro-batches before their dgrad, then of those whose wgrad is deferred.
+    """
     found = []
     for rank in range(len(table.ranks)):
         stages = table.placement.stages_of(rank)
-        counts, moments = dict.fromkeys(stages, 0), {(0,) * len(stages)}
+        counts = dict.fromkeys(((kind, stage) for kind in "FI" for stage in stages), 0)
+        moments = {tuple(counts.values())}
         actions = table.actions(rank)
         trained = {action[1:] for action in actions if action.kind != "F"}
         for action in actions:
-            if action.kind == "F":
-                counts[action.stage] += 1
-                moments.add(tuple(counts.values()))
-            # wgrad reads the activations, so they are freed after B or W; without a backward, after F
-            if action.kind in "BW" or action[1:] not in trained:
-                counts[action.stage] -= 1
+            # freed after B, or after I but for what W reads; without a backward, after F
+            if action.kind in "FI":
+                counts[action[:2]] += 1
+            if action.kind in "BI":
+                counts["F", action.stage] -= 1
+            moments.add(tuple(counts.values()))
+            if action.kind == "W" or action[1:] not in trained:
+                counts["I" if action.kind == "W" else "F", action.stage] -= 1
         found.append(largest(moments))
     return tuple(found)
 

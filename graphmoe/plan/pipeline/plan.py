@@ -60,15 +60,8 @@ def pipeline_of(config: RunConfig, layout: Layout, stands_for: int | None = None
     text = pipeline.layout or _balanced(config, placement)
     stages = pieces_of(text, model.num_layers, model.mtp_depth, placement.num_stages)
     costs = _costs(config, layout, text)
-    table = make_table(
-        pipeline.schedule,
-        layout.pp,
-        num_micro_batches(config, layout),
-        pipeline.virtual_stages,
-        overlap=pipeline.ep_overlap,
-        costs=costs,
-        stands_for=stands_for,
-    )
+    asked = pipeline.schedule, layout.pp, num_micro_batches(config, layout), pipeline.virtual_stages
+    table = make_table(*asked, overlap=pipeline.ep_overlap, costs=costs, stands_for=stands_for)
     embeds = (
         placement.rank_of[number]
         for number, stage in enumerate(stages)

@@ -83,29 +83,18 @@ class Costs:
 
     @classmethod
     def of_rank(
-        cls,
-        placement: Placement,
-        forward: float,
-        backward_input: float,
-        backward_weight: float,
-        *,
-        comm: float = 0.0,
-        hidden: float = 0.0,
-        activation_bytes: float | None = None,
-    ) -> Costs:
+        cls, placement: Placement, forward: float, backward_input: float, backward_weight: float, *,
+        comm: float = 0.0, hidden: float = 0.0, activation_bytes: float | None = None,
+    ) -> Costs:  # fmt: skip
         """Return the costs of stages: those of a rank, also ``hidden``, divided equally among its stages."""
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
             "pairs of ranks with more or fewer stages save differently"
         )
-        return cls(
-            tuple(forward / share for share in shares),
-            tuple(backward_input / share for share in shares),
-            tuple(backward_weight / share for share in shares),
-            comm,
-            hidden / shares[0],
-            None if activation_bytes is None else tuple(activation_bytes / share for share in shares),
-        )
+        each = (forward, backward_input, backward_weight)
+        forwards, inputs, weights = (tuple(time / share for share in shares) for time in each)
+        sizes = None if activation_bytes is None else tuple(activation_bytes / share for share in shares)
+        return cls(forwards, inputs, weights, comm, hidden / shares[0], sizes)
 
     def of(self, step: Step) -> float:
         if isinstance(step, Together):

@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from torch import UntypedStorage
 
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.activations import RECEIVED, stage_activations
-from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.sizes import Sizes, deferred_bytes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces, pieces_of
 from graphmoe.plan.recompute import Recompute
+from graphmoe.runtime.compile.code import UnitCode
+from graphmoe.runtime.torch_compat import storage_of
 from graphmoe.training import dry_run as dry
 from graphmoe.training.dry_run.watch import MemoryLog
 from tests.runs import config, slow_but
@@ -120,6 +123,9 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     run = config(*MODEL, *words)
     monkeypatch.setattr(dry, "MemoryLog", EndOfForward)
     monkeypatch.setattr(EndOfForward, "left", None)
+    handed, dgrad = dict[int, UntypedStorage](), UnitCode.backward_inputs
+    spied = lambda *given: [results := dgrad(*given), handed.update(map(storage_of, results[1]))][0]  # noqa: E731
+    monkeypatch.setattr(UnitCode, "backward_inputs", spied)
     dry.dry_run(run)
     found = Counter(EndOfForward.left)
     rotary = 4 * run.model.context_length * attention_facts(run.model).rotary
@@ -134,6 +140,9 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
         projected["dispatched"] = sum(projected.pop(name, 0) for name in EXCHANGED)
     for name in projected.keys() | found.keys() - {""}:
         assert projected[name] == pytest.approx(found[name], rel=TOLERANCE, abs=4_300), name
+    if words in map(CASES.get, FAST[:3:2]):  # recomputed segments hand copies too
+        num_bytes = sum(storage.nbytes() for storage in handed.values())
+        assert deferred_bytes(sizes, whole, 0.0) == pytest.approx(num_bytes, rel=TOLERANCE)
 
 
 def test_stages_together_keep_the_activations_of_the_whole_model_and_those_received():

@@ -75,18 +75,15 @@ def test_an_error_points_at_the_character(text, message, column):
     assert problem.startswith(message) and (shown, caret) == (text, column)
 
 
-@pytest.mark.parametrize(
-    "text, model, message, column",
-    [
-        ("Et|(tt|)*6L", (12, 0, 8), "t occurs 13 times, but model.num_layers=12; take 1 away", 5),
-        ("Et|(tt|)*6L", (20, 0, 8), "t occurs 13 times, but model.num_layers=20; add 7", 5),
-        ("EL", (2, 0, 1), "t occurs 0 times, but model.num_layers=2; add 2", 1),
-        ("EtmmL", (1, 1, 1), "m occurs 2 times, but model.mtp_depth=1; take 1 away", 3),
-        ("EtL", (1, 1, 1), "m occurs 0 times, but model.mtp_depth=1; add 1", 2),
-        ("Et|t|L", (2, 0, 2), "3 pieces, and parallel.pp * pipeline.virtual_stages = 2; use 1 border |", 4),
-        ("Et|t|L", (2, 0, 4), "3 pieces, and parallel.pp * pipeline.virtual_stages = 4; use 3 borders |", 5),
-    ],
-)
+@pytest.mark.parametrize("text, model, message, column", [
+    ("Et|(tt|)*6L", (12, 0, 8), "t occurs 13 times, but model.num_layers=12; take 1 away", 5),
+    ("Et|(tt|)*6L", (20, 0, 8), "t occurs 13 times, but model.num_layers=20; add 7", 5),
+    ("EL", (2, 0, 1), "t occurs 0 times, but model.num_layers=2; add 2", 1),
+    ("EtmmL", (1, 1, 1), "m occurs 2 times, but model.mtp_depth=1; take 1 away", 3),
+    ("EtL", (1, 1, 1), "m occurs 0 times, but model.mtp_depth=1; add 1", 2),
+    ("Et|t|L", (2, 0, 2), "3 pieces, and parallel.pp * pipeline.virtual_stages = 2; use 1 border |", 4),
+    ("Et|t|L", (2, 0, 4), "3 pieces, and parallel.pp * pipeline.virtual_stages = 4; use 3 borders |", 5),
+])  # fmt: skip
 def test_a_layout_that_does_not_fit_names_the_key_and_both_numbers(text, model, message, column):
     problem, shown, caret = error_of(text, *model)
     assert problem.startswith(message) and (shown, caret) == (text, column)

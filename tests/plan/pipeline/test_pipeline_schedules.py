@@ -140,14 +140,11 @@ def test_evaluation_runs_all_forwards_and_keeps_nothing(placement, number):
         assert makespan == number * virtual + placement.num_ranks - 1
 
 
-@pytest.mark.parametrize(
-    ("numbers", "said"),
-    [
-        ((0, 8), "parallel.pp=0 is not a number of ranks; use 1 or more"),
-        ((4, 0), "pipeline.microbatches=0 leaves nothing to do; use 1 or more"),
-        ((4, 8, 0), "pipeline.virtual_stages=0 .* which has 1 on each rank; use 1$"),
-    ],
-)
+@pytest.mark.parametrize(("numbers", "said"), [
+    ((0, 8), "parallel.pp=0 is not a number of ranks; use 1 or more"),
+    ((4, 0), "pipeline.microbatches=0 leaves nothing to do; use 1 or more"),
+    ((4, 8, 0), "pipeline.virtual_stages=0 .* which has 1 on each rank; use 1$"),
+])  # fmt: skip
 def test_numbers_of_which_no_table_can_be_made_are_named(numbers, said):
     with pytest.raises(ConfigError, match=said):
         make_table("1f1b", *numbers)

@@ -89,15 +89,9 @@ def schedule_of(name: str) -> Schedule:
 
 
 def make_table(
-    name: str,
-    num_ranks: int,
-    num_micro_batches: int,
-    virtual_stages: int | None = None,
-    *,
-    overlap: bool = False,
-    costs: Costs | None = None,
-    stands_for: int | None = None,
-) -> Table:
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None, *,
+    overlap: bool = False, costs: Costs | None = None, stands_for: int | None = None,
+) -> Table:  # fmt: skip
     """Return the table of a schedule. *Raises* ConfigError.
 
     ``virtual_stages`` defaults to the least. V schedules read ``costs`` and ``stands_for``, the number of

@@ -21,14 +21,9 @@ COMPARED = 3  # micro-batches per rank at which they are compared; longer tables
 
 
 def dualpipe_v(
-    schedule: str,
-    num_ranks: int,
-    num_micro_batches: int,
-    virtual_stages: int,
-    *,
-    costs: Costs | None = None,
-    stands_for: int | None = None,
-) -> Table:
+    schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, *,
+    costs: Costs | None = None, stands_for: int | None = None,
+) -> Table:  # fmt: skip
     """Return a table on a V. A rank saves activations of one micro-batch more than 1F1B's first rank."""
     assert virtual_stages == 2
     placement = Placement.folded(num_ranks)

@@ -27,15 +27,9 @@ SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)  # shares of the longest delay that such a le
 
 
 def folded(
-    schedule: str,
-    limit_of: Callable[[int], int],
-    num_ranks: int,
-    num_micro_batches: int,
-    virtual_stages: int,
-    *,
-    costs: Costs | None = None,
-    stands_for: int | None = None,
-) -> Table:
+    schedule: str, limit_of: Callable[[int], int], num_ranks: int, num_micro_batches: int,
+    virtual_stages: int, *, costs: Costs | None = None, stands_for: int | None = None,
+) -> Table:  # fmt: skip
     """Return a table in which a rank saves activations of at most ``limit_of(num_ranks)`` stages at a time.
 
     ``stands_for``: micro-batches of the run that a shorter table represents.

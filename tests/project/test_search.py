@@ -386,6 +386,7 @@ def test_short_tables_that_follow_costs_stand_for_long_ones(name, paired, ratio)
         costs = replace(costs, forward=tuple(c * (1 + i % 3 / 4) for i, c in enumerate(costs.forward)))
         asked = {"costs": costs, "stands_for": 7 * num_ranks, "overlap": paired}
         short, long = (make_table(name, num_ranks, each * num_ranks, **asked) for each in (fills, 7))
-        assert [*map(set, in_flight(short))] == [*map(set, in_flight(long))]
         sizes = [1 + stage % 4 for stage in range(short.placement.num_stages)]
-        assert peaks(short, sizes) == peaks(long, sizes)
+        for share in (0.3, 0.6, 1):  # of full recompute, whose wgrads hold more than a forward, it may differ
+            deferred = [share * size for size in sizes]
+            assert peaks(short, sizes, deferred) == peaks(long, sizes, deferred)

@@ -186,7 +186,7 @@ def open_store(r: SimpleNamespace) -> None:
 
 
 def state_of(rank: int, layout: Layout) -> dict[str, Any]:
-    """Return weights that all ranks hold, and this rank's part of two moments, as ZeRO-1 has them."""
+    """Return weights that all ranks hold, and this rank's part of a moment, as ZeRO-1 has it."""
     whole, size = torch.Size([ROWS, ROWS]), layout.size("world")
     names, elements = [f"layers.{n}.weight" for n in range(TENSORS)], ROWS * ROWS
     first, last = (TENSORS * elements * part // size for part in (rank, rank + 1))
@@ -195,7 +195,7 @@ def state_of(rank: int, layout: Layout) -> dict[str, Any]:
         start, stop = max(first - n * elements, 0), min(last - n * elements, elements)
         shards[names[n]] = FlatShard(torch.zeros(stop - start), start, whole, REPLICATED, layout, rank)
     counters = {"skipped_in_row": torch.zeros(())}
-    optimizer = {"exp_avg": shards, "exp_avg_sq": {**shards}, "counters": counters}
+    optimizer = {"exp_avg": shards, "counters": counters}
     return {"model": {name: torch.zeros(whole) for name in names}, "optimizer": optimizer, "step": 1}
 
 

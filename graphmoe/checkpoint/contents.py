@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,12 +40,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.flat_shards import Box, FlatShard
 from graphmoe.checkpoint.folders import METADATA, CheckpointError
-from graphmoe.checkpoint.metadata_file import StoredPart, read_part, read_plain, read_tensor
+from graphmoe.checkpoint.metadata_file import StoredPart, read_part, read_plain, read_tensor, some_overlap
 from graphmoe.checkpoint.saver import write_file
 from graphmoe.runtime.host.files import FileSum
 from graphmoe.runtime.ranks import Ranks
@@ -60,34 +63,34 @@ def write_entries(
     Tensors whose name is in ``copies`` are read from there.
     """
     planner, sums = CopiesPlanner(entries.of(FlatShard), copies), dict[str, FileSum]()
-    own, results, name = list[bytes](), list[WriteResult](), f"__{ranks.rank}_0.distcp"
+    own, written, name = list[bytes](), list[tuple[WriteItem, Any]](), f"__{ranks.rank}_0.distcp"
 
-    def parts_of(plan: SavePlan) -> Iterator[Part]:
+    def parts() -> Iterator[Part]:
         start = 0
-        for item in plan.items:
+        for item in planner.create_local_plan().items:
             data = planner.resolve_data(item)
             part = data.detach() if isinstance(data, Tensor) else data.getvalue()
             length = part.nbytes if isinstance(part, Tensor) else len(part)
-            results.append(WriteResult(item.index, length, storage_info(name, start, length)))
+            written.append((item, storage_info(name, start, length)))
             yield part
             start += length
 
     def write_own() -> None:
         planner.set_up_planner({**entries.of(Tensor), **entries.values}, is_coordinator=ranks.is_first)
-        plan = planner.create_local_plan()
-        sums[name] = write(folder / name, parts_of(plan))
-        own.append(pickle.dumps((plan, results)))  # each by itself: to load all at once would hold the GIL
+        sums[name] = write(folder / name, parts())
+        own.append(pickle.dumps(written))  # each rank's by itself: to load all at once would hold the GIL
 
+    # DCP's own save gathers plans, sends them back, gathers results, and sends the metadata to all ranks
     ranks.on_each(write_own)
-    # once: DCP's own save gathers plans, sends them back, gathers results and sends the metadata to all ranks
     pickled = ranks.merged(own, operator.add)
 
     def write_metadata() -> None:
-        written = [pickle.loads(each) for each in pickled or []]
-        _, metadata = planner.create_global_plan([plan for plan, _ in written])
-        stored = {each.index: each.storage_data for _, results in written for each in results}
+        # ranks may hold equal parts
+        written = {item.index: (item, at) for each in pickled or [] for item, at in pickle.loads(each)}
+        metadata = _checked_metadata(item for item, _ in written.values())
+        metadata.storage_data = {index: at for index, (_, at) in written.items()}
         content = io.BytesIO()
-        _Preemptible(content).dump(dataclasses.replace(metadata, storage_data=stored))
+        _Preemptible(content).dump(metadata)
         sums[METADATA] = write(folder / METADATA, [content.getvalue()])
 
     ranks.on_first(write_metadata)
@@ -180,10 +183,6 @@ class CopiesPlanner(DefaultSavePlanner):
         self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
         return self.plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        _require_whole(all_plans)
-        return super().create_global_plan(all_plans)
-
     def lookup_object(self, index: MetadataIndex) -> Any:
         data, box = self._data.get(name := index.fqn), self._boxes.get(index)
         if box is None or data is None:
@@ -244,17 +243,17 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def _require_whole(all_plans: list[SavePlan]) -> None:
-    counts: dict[str, dict[torch.Size | None, int]] = defaultdict(dict)
-    sizes: dict[str, torch.Size] = {}
-    for item in (item for plan in all_plans for item in plan.items):
-        if item.tensor_data is not None:  # items of equal offset are equal and written once
-            counts[item.index.fqn][item.index.offset] = math.prod(item.tensor_data.chunk.sizes)
-            sizes[item.index.fqn] = item.tensor_data.size
-    lines = [
-        f"the ranks hold {sum(held.values())} of the {sizes[name].numel()} elements of {name}"
-        for name, held in counts.items()
-        if sum(held.values()) != sizes[name].numel()
-    ]
+def _checked_metadata(items: Iterable[WriteItem]) -> Metadata:
+    # not by DCP's planner, which compares n^2 parts of a weight with fewer rows than columns
+    _, metadata = create_default_global_save_plan([SavePlan([*items])])
+    lines = []
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if held != entry.size.numel():
+                lines.append(f"the ranks hold {held} of the {entry.size.numel()} elements of {name}")
+            elif some_overlap(entry.chunks):
+                lines.append(f"the ranks hold some elements of {name} twice, and others not")
     if lines:
         raise CheckpointError("; ".join(lines))
+    return metadata

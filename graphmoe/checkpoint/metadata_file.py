@@ -284,7 +284,7 @@ def _entry(name: str, found: _Bytes | _Tensor) -> BytesStorageMetadata | TensorS
             raise ValueError(f"a part of {name} ends at {ends}, outside of its shape {list(found.size)}")
     if sum(math.prod(chunk.sizes) for chunk in found.chunks) != math.prod(found.size):
         raise ValueError(f"the parts of {name} do not cover its {math.prod(found.size)} elements")
-    if _some_overlap(found.chunks):
+    if some_overlap(found.chunks):
         raise ValueError(f"parts of {name} overlap")
     dtype = found.properties.state[0]
     if not isinstance(dtype, torch.dtype):
@@ -293,13 +293,16 @@ def _entry(name: str, found: _Bytes | _Tensor) -> BytesStorageMetadata | TensorS
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(found.size), chunks)
 
 
-def _some_overlap(chunks: Sequence[_Chunk]) -> bool:
-    ordered = sorted(chunks, key=lambda chunk: chunk.offsets)
+def some_overlap(chunks: Sequence[_Chunk | ChunkStorageMetadata]) -> bool:
+    # along the dimension with the most starts, where the fewest lie side by side: of n ranks one may have n
+    dims = range(len(chunks[0].offsets)) if chunks else range(0)
+    dim = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=0)
+    ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dim : dim + 1])
     for number, one in enumerate(ordered):
         for other in ordered[number + 1 :]:
             sides = [*zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
             if all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides):
                 return True
-            if sides[0][2] >= sides[0][0] + sides[0][1]:  # so do all later ones
+            if sides[dim][2] >= sides[dim][0] + sides[dim][1]:  # so do all later ones
                 break
     return False

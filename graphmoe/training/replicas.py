@@ -7,6 +7,7 @@ stays from step to step, such as frozen weights, is hashed when ranks compare.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from graphmoe.config.ranges import number_of
 from graphmoe.optim.base import COUNTERS
 from graphmoe.optim.flat_buffers import Family
-from graphmoe.plan.layout import AXES, Axis, Layout, layout_of
+from graphmoe.plan.layout import Axis, Layout, layout_of
 from graphmoe.run.machine import place_of
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import Ranks
@@ -43,7 +44,7 @@ class ReplicaCheck:
     def __init__(self, optimizer: Holder, ranks: Ranks, layout: Layout, step: int) -> None:
         """``step``: the last one that is done."""
         self._optimizer, self._ranks, self._since = optimizer, ranks, step
-        self._groups = {axis: {r: group for group in layout.groups(axis) for r in group} for axis in AXES}
+        self._groups_of = cache(lambda axis: {r: group for group in layout.groups(axis) for r in group})
         self._sums: dict[Key, Tensor] = {}
         num_bytes = sum(copy.nbytes for _, copy in self._gathered())
         log.info("replicas: %.4g MiB of weights are hashed in each step", num_bytes / 2**20)
@@ -64,7 +65,7 @@ class ReplicaCheck:
         copies: dict[tuple[Key, tuple[int, ...]], dict[int, int]] = {}
         for rank, found in enumerate(self._ranks.gather(own)):
             for (axis, name), value in found.items():
-                copies.setdefault(((axis, name), self._groups[axis][rank]), {})[rank] = value
+                copies.setdefault(((axis, name), self._groups_of(axis)[rank]), {})[rank] = value
         unequal = {key: by_rank for key, by_rank in copies.items() if len({*by_rank.values()}) > 1}
         since, self._since = self._since, step
         if not unequal:

@@ -117,11 +117,12 @@ def main() -> None:
     given = dict(word.partition("=")[::2] for word in sys.argv[1:])
     if unknown := given.keys() - {"list", "gpus", "only"}:
         sys.exit(
-            f"error: {unknown.pop()} is not a word of held_out.py; use list, gpus=N or only=NUMBER,NUMBER"
+            f"error: {unknown.pop()} is not a key of held_out.py; use list, gpus=N or only=NUMBER,NUMBER"
         )
     commit = describe(torch.device("cpu"))["git_commit"]
-    commit = describe(torch.device("cpu"))["git_commit"]
     if "list" in given:
+        if not commit or commit.endswith("-dirty"):
+            sys.exit("error: list needs a clean checkout, whose commit it writes")
         each = [(run[0], words_of(run)) for run in RUNS]
         rows = [{"gpus": gpus, "words": " ".join(words), **projected(words)} for gpus, words in each]
         write({"listed": commit, "rows": rows})
@@ -129,6 +130,7 @@ def main() -> None:
     only = [int(each) for each in given.get("only", "").split(",") if each]
     for number, row in enumerate(document["rows"]):
         if str(row["gpus"]) == given.get("gpus") and (not only or number in only):
+            row.pop("error", None)
             row |= {"commit": commit, **measured(row["words"].split())}
             write(document)
     print(table(document["rows"]))

@@ -29,6 +29,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -148,8 +149,9 @@ def join(config: RunConfig) -> Ranks:
     if size > int(os.environ["LOCAL_WORLD_SIZE"]):
         # else each group of gloo connects each rank to all others, by n^2 operations of rank 0's store
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the store has a connection to each rank
+        with suppress(OSError, ValueError):  # the store has a connection to each rank
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     endpoint, instead = set_meeting_place(config.launch)
     try:
         if ELASTIC in os.environ and LAUNCHER_PID not in os.environ:  # torchrun has a store already

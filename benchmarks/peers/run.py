@@ -95,7 +95,13 @@ def measure_all(args: PeersArgs) -> Row:
     document |= {"peak_tflops": (peak := peak_tflops(facts["device"])), "warm_up_steps": WARM_UP}
     document["environment"] = {key: value for key, value in facts.items() if key != "host"}
     has_rows = args.out is not None and args.out.exists()
-    rows = document["rows"] = json.loads(args.out.read_text(encoding="utf-8"))["rows"] if has_rows else []
+    rows = document["rows"] = list[Row]()
+    if has_rows:
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        before["environment"]["command"] = facts["command"]  # minutes and peers may differ
+        if others := [key for key in document if key != "rows" and before.get(key) != document[key]]:
+            raise ConfigError(f"out={args.out} has rows of another {others[0]}; use another file")
+        rows += before["rows"]
     job = {"config": to_hf_config(model)[1], "seq_len": seq_len, "sequences": sequences, "gpus": args.gpus}
     job |= {"steps": args.steps, "on_gpu": not tiny}
     until = time.monotonic() + 60 * args.minutes

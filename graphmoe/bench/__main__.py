@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
             draw_ladder(document, args.out.with_suffix(".png"))
     if any(row["error"] or row.get("verdict") == "worse" for row in document["rows"]):
         sys.exit(1)
-    if args.write:
+    if args.write and is_first():
         regress_suite.write_baselines(document["environment"]["device"], text)
 
 

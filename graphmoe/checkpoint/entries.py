@@ -186,7 +186,7 @@ class HostCopies:
         for start, (name, source) in zip(starts, sources.items(), strict=False):
             part = self._memory[start : start + source.nbytes]
             copies[name] = part.view(source.dtype).view(source.shape)
-            if encoded := getattr(tensors[name], "encoded", None):
+            if (encoded := getattr(tensors[name], "encoded", None)) is not None:
                 encoded.decode(copies[name])
             else:
                 copies[name].copy_(source, non_blocking=source.is_cuda)
@@ -261,9 +261,10 @@ def assign(held: Held, size: int) -> dict[Any, int]:
         else:
             loads[ranks.bit_length() - 1] += num_bytes
     writers = {}
-    # greedily from the largest, each to the rank with the least, the first of equal ones
+    # greedily from the largest, each to the rank with the least, the first of equal ones; plain values, which
+    # have no bytes, to their first rank
     for key, (num_bytes, ranks) in sorted(several.items(), key=lambda item: -item[1][0]):
-        holders = (rank for rank in range(size) if ranks >> rank & 1)
-        writers[key] = min(holders, key=loads.__getitem__)
+        holders = [rank for rank in range(size) if ranks >> rank & 1]
+        writers[key] = min(holders, key=loads.__getitem__) if num_bytes else holders[0]
         loads[writers[key]] += num_bytes
     return writers

@@ -207,9 +207,7 @@ class CheckpointStore:
         values = value_names(saved)
         with working(f"reading {path}"):
             names = values & wanted.names if partial else values
-            read = dict[str, Any]()
-            self._ranks.on_each(lambda: read.update(read_entries(path, saved, wanted, names)))
-            merge(state, read)
+            self._ranks.on_each(lambda: merge(state, read_entries(path, saved, wanted, names)))
         log.info("read %s: %s in %.2f s", path, shown_size(wanted.num_bytes), time.perf_counter() - started)
 
     def _write_beside(self, path: Path, parts: Iterable[bytes | Tensor]) -> FileSum:

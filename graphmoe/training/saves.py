@@ -144,9 +144,8 @@ def first_not_finite(state: dict[str, Any]) -> str | None:
     """Return this rank's first entry with a non-finite value. One device sync."""
     entries = flatten(state)
     for name, (_, value) in entries.values.items():
-        if any(
-            isinstance(v, float) and not math.isfinite(v) for v in (value if type(value) is list else [value])
-        ):
+        each = value if type(value) is list else [value]
+        if any(isinstance(v, float) and not math.isfinite(v) for v in each):
             return name
     encoded = {name: each.encoded for name, each in entries.of(FlatShard).items() if each.encoded}
     parts = [(name, local_part(each)) for name, each in entries.tensors.items() if name not in encoded]

@@ -183,9 +183,8 @@ def restore(
     with named_source("resume_from", source):
         store = CheckpointStore.open_any(source) if source else store
         with explained_mismatch(store.folder, plan.model):
-            found = store.load(state)
-    assert found is not None
-    saves.taken(store, found, state)
+            store.load(state)
+    saves.taken(store, state["step"], state)
     step, chosen = state["step"], Chosen(state.get("experts", ""), state.get("fp8", {}))
     if step > (steps := plan.train.steps):
         raise ConfigError(
@@ -203,8 +202,7 @@ def restore(
 
 def import_weights(plan: Plan, ranks: Ranks, model: Transformer, optimizer: StepOptimizer) -> None:
     """Load the weights of ``checkpoint.init_from``, if given. Collective. *Raises* ConfigError."""
-    folder = plan.checkpoint.init_from
-    if not folder:
+    if not (folder := plan.checkpoint.init_from):
         return
     weights = optimizer.weights_to_fill()
     with named_source("init_from", folder):

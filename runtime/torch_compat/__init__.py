@@ -363,12 +363,12 @@ def tune_each_kernel_once() -> None:
             tune(self, *args, **kwargs)
             return
         name = os.path.basename(self.filename)
-        tuned = [one for one in self.launchers if str(one.config) == chosen.get(name)]
-        tuned = tuned or _stored(self, self.filename)
         named = zip(self.fn.arg_names, args, strict=False)
         copied = sum(each.nbytes for each_name, each in named if each_name in self.mutated_arg_names)
-        if not tuned and copied > MOST_COPIED:
-            tuned = self.launchers[-1:]  # the largest blocks, which suit a kernel bound by memory
+        tuned = [one for one in self.launchers if str(one.config) == chosen.get(name)]
+        if not tuned and copied > MOST_COPIED:  # the last has the largest blocks of a reduction over rows
+            tuned = ([one for one in self.launchers if not one.n_spills] or self.launchers)[-1:]
+        tuned = tuned or _stored(self, self.filename)
         if len(tuned) == 1:
             self.launchers = tuned
             getattr(self, "_release_static_launchers_except", lambda launcher: None)(tuned[0])  # torch 2.13

@@ -10,11 +10,11 @@ memory and read no tensors. Three of the five jobs meet at a store without graph
 """
 
 import ctypes
+import functools
 import gc
 import json
 import math
 import os
-import platform
 import select
 import shutil
 import socket
@@ -33,11 +33,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-# torch asks the name service for the names of its peers: many at once would wait for its timeout
-os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "attempts:1 timeout:1", "OMP_NUM_THREADS": "1"}
-os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# ruff: noqa: E402  # torch reads these variables when it is imported
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # torch asks the name service for the names of its peers: many at once would wait for its timeout
+    "RES_OPTIONS": "attempts:1 timeout:1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}  # fmt: skip
+# ruff: noqa: E402
+if __name__ == "__main__":  # before torch is imported, which reads some of them
+    os.environ |= ENVIRONMENT
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -69,7 +73,7 @@ from graphmoe.training.trainer import StopFlag
 SIZES, NODE = (64, 128, 256, 512, 1024), 8
 WHOLE = 64  # ranks that do all a rank does; the table has their medians
 GLOO_MESH = 256  # most ranks with a mesh of gloo groups, whose threads a system limits
-MIB_OF_A_RANK = 14  # with air: what a size needs to start
+MIB_OF_A_RANK = 15  # with air: what a size needs to start
 STEPS = 4
 TENSORS, ROWS = 16, 64  # of the saved state: 1,024 rows in all, so each of 1,024 ranks has a whole one
 CPU = torch.device("cpu")
@@ -325,6 +329,7 @@ def in_children(count: int, run: Callable[[int, Gate], object], names: Iterable[
     return found
 
 
+@functools.cache
 def config_of(size: int, *words: str, each: int = 1) -> Any:
     return compose_config(*read_words([*WORDS, *words, f"train.global_batch_size={each * size}"]))
 
@@ -527,9 +532,10 @@ def main() -> None:
             name: {key: exponents({n: of[key] for n, of in found.items()}) for key in [*found.values()][0]}
             for name, found in stages.items()
         }
-        machine = {"cores": os.cpu_count(), "torch": torch.__version__, "kernel": platform.release()}
-        document = {"machine": machine, "stages": stages, "exponents": growth}
-        Path(sys.argv[2]).write_text(json.dumps(document, indent=1) + "\n")
+        document = {"cores": os.cpu_count(), "torch": torch.__version__}
+        document |= {"stages": stages, "exponents": growth}
+        text = json.dumps(document, indent=1).replace("NaN", "null")  # what a stage does not count
+        Path(sys.argv[2]).write_text(text + "\n")
     print("\n".join([*table_of(stages), "", *faster_than_n_log_n(stages)]))
 
 

@@ -1,4 +1,4 @@
-"""Host work of many ranks on a machine without GPUs: nice python benchmarks/thousand_ranks.py [SIZES [JSON]]
+"""Host work of many ranks on a machine without GPUs: nice python benchmarks/thousand_ranks.py
 
 Ranks are forks of one process that has torch and graphmoe imported, so each adds some MB. They run graphmoe's
 own functions, stage by stage; all wait for the parent between two stages. A node has 8 ranks.
@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +51,8 @@ from graphmoe.checkpoint.contents import write_here
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.command.hydra import compose_config, read_words
+from graphmoe.config.arguments import parse_args, run_tool
+from graphmoe.config.ranges import ConfigError
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim.base import COUNTERS
 from graphmoe.plan.layout import REPLICATED, Layout
@@ -70,7 +72,7 @@ from graphmoe.training.saves import Saves
 from graphmoe.training.slow_ranks import SlowRanks
 from graphmoe.training.trainer import StopFlag
 
-SIZES, NODE = (64, 128, 256, 512, 1024), 8
+NODE = 8
 WHOLE = 64  # ranks that do all a rank does; the table has their medians
 GLOO_MESH = 256  # most ranks with a mesh of gloo groups, whose threads a system limits
 MIB_OF_A_RANK = 15  # with air: what a size needs to start
@@ -90,6 +92,16 @@ DRY = (
     "model=deepseek_v2_lite", "model.num_layers=8", "parallel.pp=4", "parallel.ep=8", "data.seq_len=4096",
     "precision.compute=bf16",
 )  # fmt: skip
+
+
+@dataclass
+class RanksArgs:
+    """Host work of many ranks on a machine without GPUs."""
+
+    sizes: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
+    """Numbers of ranks, multiples of 8."""
+    out: Path | None = None
+    """JSON file for the figures."""
 
 
 class CountedStore(dist.Store):
@@ -519,15 +531,17 @@ def table_of(stages: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[st
     return lines
 
 
-def main() -> None:
-    sizes = [int(size) for size in sys.argv[1].split(",")] if sys.argv[1:] else SIZES
+def main(argv: list[str]) -> None:
+    args = parse_args(RanksArgs, argv, prog="benchmarks.thousand_ranks")
     free_mib = int(Path("/proc/meminfo").read_text().split()[7]) // 1024  # MemAvailable
-    for size in sizes:
+    for size in args.sizes:
         if size % NODE or not 0 < MIB_OF_A_RANK * size < free_mib:
             most = free_mib // MIB_OF_A_RANK // NODE * NODE
-            sys.exit(f"{size} ranks: use a multiple of {NODE}; {most} fit into {free_mib} MiB")
-    stages = measured(sizes)
-    if sys.argv[2:]:
+            raise ConfigError(
+                f"sizes={size}: use a multiple of {NODE}, at most {most}, which fit into {free_mib} MiB"
+            )
+    stages = measured(args.sizes)
+    if args.out is not None:
         growth = {
             name: {key: exponents({n: of[key] for n, of in found.items()}) for key in [*found.values()][0]}
             for name, found in stages.items()
@@ -535,9 +549,9 @@ def main() -> None:
         document = {"cores": os.cpu_count(), "torch": torch.__version__}
         document |= {"stages": stages, "exponents": growth}
         text = json.dumps(document, indent=1).replace("NaN", "null")  # what a stage does not count
-        Path(sys.argv[2]).write_text(text + "\n")
+        args.out.write_text(text + "\n")
     print("\n".join([*table_of(stages), "", *faster_than_n_log_n(stages)]))
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -97,7 +97,7 @@ class VersusArgs:
     budgets: list[float] = field(default_factory=lambda: [1.0, 1.6])
     """Steps of the dense runs over those of the MoE, two or more, > 0."""
     rates: list[float] = field(default_factory=list)
-    """Peak learning rates, of which each model's best counts, > 0; default: 0.768 / width."""
+    """Peak learning rates to try, > 0; the table has each model's best. Default: 0.768 / width."""
     length: float = 1.0
     """Factor on the steps of all runs, > 0."""
     texts: list[str] = field(default_factory=list)

@@ -81,7 +81,7 @@ class RefereeArgs:
     folder: Path
     """Folder for weights (up to 13 GB) and run, each in a new folder of the model's name."""
     steps: int = 300
-    """Steps of 4 sequences, of which a tenth is warm-up, > 2."""
+    """Optimizer steps of 4 sequences, > 2. The learning rate warms up for a tenth of them."""
     dtype: ComputeDtype = ComputeDtype.bf16
     """bf16 or fp32."""
     size: Size = Size.full

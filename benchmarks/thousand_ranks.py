@@ -9,24 +9,16 @@ worker is an empty program, ranks above 7 write files without a saver process, a
 memory and read no tensors. Three of the five jobs meet at a store without graphmoe's checks, to save memory.
 """
 
-import ctypes
 import functools
-import gc
 import json
 import math
 import os
-import select
 import shutil
-import socket
-import statistics
-import struct
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +38,8 @@ if __name__ == "__main__":  # before torch is imported, which reads some of them
 import torch
 import torch.distributed as dist
 
+from benchmarks import forks
+from benchmarks.forks import CountedStore, Gate, Numbers, alone, in_children, private_mib, traffic
 from graphmoe import worker
 from graphmoe.checkpoint.contents import write_here
 from graphmoe.checkpoint.flat_shards import FlatShard
@@ -73,7 +67,6 @@ from graphmoe.training.slow_ranks import SlowRanks
 from graphmoe.training.trainer import StopFlag
 
 NODE = 8
-WHOLE = 64  # ranks that do all a rank does; the table has their medians
 GLOO_MESH = 256  # most ranks with a mesh of gloo groups, whose threads a system limits
 MIB_OF_A_RANK = 15  # with air: what a size needs to start
 STEPS = 4
@@ -102,26 +95,6 @@ class RanksArgs:
     """Numbers of ranks, multiples of 8."""
     out: Path | None = None
     """JSON file for the figures."""
-
-
-class CountedStore(dist.Store):
-    """A store client that counts operations; torch and gloo call it too."""
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store, self.operations = store, 0
-
-
-def _counted(name: str) -> Callable[..., Any]:
-    def call(self: CountedStore, *arguments: Any) -> Any:
-        self.operations += 1
-        return getattr(self.store, name)(*arguments)
-
-    return call
-
-
-for _name in ("set", "get", "add", "wait", "check", "compare_set", "multi_get", "multi_set"):
-    setattr(CountedStore, _name, _counted(_name))
 
 
 # Stages. Every rank runs each with one object, which holds what the rank has so far.
@@ -154,7 +127,7 @@ def agree(r: SimpleNamespace) -> None:
 def checks(r: SimpleNamespace) -> None:
     start_host(r.config.host, CPU, NODE, r.ranks.gather)
     size = r.ranks.size
-    r.ranks.on_each(lambda: check_memory(plan_of(r.config, size), CPU) if r.rank < WHOLE else None)
+    r.ranks.on_each(lambda: check_memory(plan_of(r.config, size), CPU) if r.rank < forks.WHOLE else None)
     r.ranks.on_first(lambda: check_start(r.config, r.folder))
 
 
@@ -227,7 +200,7 @@ def save_beside(r: SimpleNamespace) -> None:
 
 
 def resume(r: SimpleNamespace) -> None:
-    if r.rank >= WHOLE:
+    if r.rank >= forks.WHOLE:
         moment = r.state["optimizer"]["exp_avg"].items()
         none = {name: replace(shard, data=shard.data[:0]) for name, shard in moment}
         r.state = {"optimizer": {"exp_avg": none}}
@@ -243,102 +216,7 @@ JOBS: tuple[Stages, ...] = (
     {"": connect, " ": open_store, "resume": resume},
 )  # fmt: skip
 """Stages of a job by their names; those without one are not shown."""
-COLUMNS = ("wall_s", "cpu_s", "store_operations", "bytes", "messages", "connections", "private_mib")
 COUNTS = ("store_operations", "bytes_of_rank_0", "messages_of_rank_0", "connections_of_rank_0")
-RECORD = struct.Struct(f"=q{len(COLUMNS)}d")  # a rank and its numbers; -1: it failed
-Numbers = dict[str, list[float]]
-"""Of each rank, by column."""
-
-
-def traffic() -> dict[str, tuple[int, int]]:
-    """Return bytes, and segments with data, of each TCP connection of this process (linux/tcp.h)."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError, struct.error):
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as peer:
-                    info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
-                (received,), (sent,) = (struct.unpack_from("=Q", info, offset) for offset in (128, 200))
-                if info[0] != 10:  # a listening socket
-                    found[link] = sent + received, sum(struct.unpack_from("=II", info, 152))
-    return found
-
-
-def private_mib() -> float:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
-
-
-class Gate:
-    """Children pass it when the parent opens it, and report to the parent."""
-
-    def __init__(self) -> None:
-        # a child that is done early must not take what lets another one begin, so two pipes take turns
-        self._gates, self._done, self._passed = (os.pipe(), os.pipe()), os.pipe(), 0
-
-    def wait(self) -> None:
-        self._passed += 1
-        if not os.read(self._gates[self._passed % 2][0], 1):
-            os._exit(1)
-
-    def report(self, rank: int, *numbers: float) -> None:
-        os.write(self._done[1], RECORD.pack(rank, *numbers))  # shorter than PIPE_BUF, so whole
-
-    def let_pass(self, size: int) -> None:
-        self._passed += 1
-        os.write(self._gates[self._passed % 2][1], b"." * size)
-
-    def numbers(self, size: int, limit_s: float = 1800.0) -> Numbers:
-        """Let ``size`` children pass and wait for their numbers."""
-        self.let_pass(size)
-        records, end = list[tuple[float, ...]](), time.monotonic() + limit_s
-        while len(records) < size:
-            if not select.select([self._done[0]], [], [], max(end - time.monotonic(), 0))[0]:
-                raise TimeoutError(f"{size - len(records)} of {size} did not end a stage")
-            records.append(RECORD.unpack(os.read(self._done[0], RECORD.size)))
-            if records[-1][0] < 0:
-                raise RuntimeError("a rank failed, as the trace above says")
-        _, *columns = zip(*sorted(records), strict=True)
-        return {name: [*column] for name, column in zip(COLUMNS, columns, strict=True)}
-
-
-def in_children(count: int, run: Callable[[int, Gate], object], names: Iterable[str]) -> dict[str, Numbers]:
-    """Run a function in ``count`` forks; return the numbers that they report after each of ``names``."""
-    gc.collect()
-    gc.freeze()
-    gate, pids, errors, nowhere = Gate(), list[int](), os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    for number in range(count):
-        if not (pid := os.fork()):
-            try:
-                ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-                os.dup2(nowhere, 1), os.dup2(nowhere, 2)
-                held = run(number, gate)  # its connections, until all have reported
-                gate.wait()
-                del held
-                os._exit(0)
-            except BaseException:
-                os.write(errors, traceback.format_exc().encode())
-                gate.report(-1, *[0.0] * len(COLUMNS))
-            finally:
-                os._exit(1)
-        pids.append(pid)
-    found, ended = {}, False
-    try:
-        for name in names:
-            found[name] = gate.numbers(count)
-            say = f"{count} processes: {name or 'connect'}: {max(found[name]['wall_s']):.2f} s"
-            print(say, file=sys.stderr, flush=True)
-        gate.let_pass(count)
-        ended = True
-    finally:
-        for pid in pids:
-            if not ended:
-                os.kill(pid, 9)
-            os.waitpid(pid, 0)
-        for descriptor in (errors, nowhere, *(end for pipe in (*gate._gates, gate._done) for end in pipe)):
-            os.close(descriptor)
-    return found
 
 
 @functools.cache
@@ -346,14 +224,9 @@ def config_of(size: int, *words: str, each: int = 1) -> Any:
     return compose_config(*read_words([*WORDS, *words, f"train.global_batch_size={each * size}"]))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def of_ranks(size: int, folder: Path, stages: Stages) -> dict[str, Numbers]:
     """Return the numbers of each rank for each stage of a job."""
-    config, port = config_of(size, *MODEL, *MANY), free_port()
+    config, port = config_of(size, *MODEL, *MANY), forks.free_port()
     plan = plan_of(config, size)
     wanted = {name: stage for name, stage in stages.items() if stage is not gloo_mesh or size <= GLOO_MESH}
 
@@ -382,7 +255,7 @@ def of_ranks(size: int, folder: Path, stages: Stages) -> dict[str, Numbers]:
 
 def of_launchers(size: int, folder: Path) -> dict[str, Numbers]:
     """Return the numbers of each node's launcher; its wall time is that until all nodes have met."""
-    count, endpoint, reify = size // NODE, f"127.0.0.1:{free_port()}", elastic.RankLogs.reify
+    count, endpoint, reify = size // NODE, f"127.0.0.1:{forks.free_port()}", elastic.RankLogs.reify
     launch = replace(config_of(NODE, *MODEL, *MANY).launch, nproc=NODE, nodes=count, hang_timeout_s=None)
 
     def run(number: int, gate: Gate) -> None:
@@ -412,19 +285,6 @@ def of_launchers(size: int, folder: Path) -> dict[str, Numbers]:
         gate.report(number, met[0], cpu, math.nan, *sent, len(latest), private_mib())
 
     return in_children(count, run, ["launchers"])
-
-
-def alone(name: str, action: Callable[[], object]) -> dict[str, Numbers]:
-    """Return the numbers of a function that one process runs; its memory is what it adds."""
-
-    def run(_: int, gate: Gate) -> None:
-        gate.wait()
-        before, began, cpu = private_mib(), time.perf_counter(), time.process_time()
-        action()
-        wall, cpu = time.perf_counter() - began, time.process_time() - cpu
-        gate.report(0, wall, cpu, *[math.nan] * (len(COLUMNS) - 3), private_mib() - before)
-
-    return in_children(1, run, [name])
 
 
 def build_one(size: int) -> None:
@@ -467,31 +327,8 @@ def measured(sizes: Iterable[int]) -> dict[str, dict[int, dict[str, float]]]:
         finally:
             shutil.rmtree(folder)
         for name, of in numbers.items():
-            found.setdefault(name, {})[size] = summary_of(of)
+            found.setdefault(name, {})[size] = forks.summary_of(of)
     return found
-
-
-def summary_of(numbers: Numbers) -> dict[str, float]:
-    def usual(column: str) -> float:
-        return statistics.median(numbers[column][1:WHOLE] or numbers[column])
-
-    return {
-        "wall_s": max(numbers["wall_s"]),
-        "cpu_ms_of_rank_0": 1e3 * numbers["cpu_s"][0],
-        "cpu_ms_of_a_rank": 1e3 * usual("cpu_s"),
-        "store_operations": sum(numbers["store_operations"]),
-        **{f"{column}_of_rank_0": numbers[column][0] for column in COLUMNS[3:]},
-        **{f"{column}_of_a_rank": usual(column) for column in COLUMNS[3:]},
-    }
-
-
-def exponents(values: Mapping[int, float]) -> list[float]:
-    """Return log(ratio of values) over log(ratio of sizes), of each two sizes in a row."""
-    pairs = [*values.items()]
-    return [
-        math.log(b / a) / math.log(n / m) if a > 0 and b > 0 else math.nan
-        for (m, a), (n, b) in zip(pairs, pairs[1:], strict=False)
-    ]
 
 
 def faster_than_n_log_n(stages: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
@@ -523,7 +360,7 @@ def table_of(stages: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[st
         cells = [name]
         for key, unit, form in shown.values():
             values = {size: of[key] / unit for size, of in sizes.items()}
-            grows = [f" ({e:.2f})" for e in exponents(values)[-1:] if not math.isnan(e)]
+            grows = [f" ({e:.2f})" for e in forks.exponents(values)[-1:] if not math.isnan(e)]
             none = any(map(math.isnan, values.values())) or not any(values.values())
             said = " / ".join(f"{value:{form}}" for value in values.values()) + "".join(grows)
             cells.append("" if none else said)
@@ -543,7 +380,9 @@ def main(argv: list[str]) -> None:
     stages = measured(args.sizes)
     if args.out is not None:
         growth = {
-            name: {key: exponents({n: of[key] for n, of in found.items()}) for key in [*found.values()][0]}
+            name: {
+                key: forks.exponents({n: of[key] for n, of in found.items()}) for key in [*found.values()][0]
+            }
             for name, found in stages.items()
         }
         document = {"cores": os.cpu_count(), "torch": torch.__version__}

@@ -51,9 +51,9 @@ def build(job: SimpleNamespace, setting: dict, mesh: object) -> nn.Module:
     """Return the sharded model with random weights; no rank ever has all of them."""
     config = transformers.AutoConfig.for_model(**job.config)
     dtype = torch.float32 if setting["state"] == "fp32" else torch.bfloat16
-    ways = {"attn_implementation": "sdpa", "experts_implementation": setting["experts"]}
+    options = {"attn_implementation": "sdpa", "experts_implementation": setting["experts"]}
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **ways)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     model.train()
     if setting["recompute"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -131,14 +131,14 @@ def shard(
 ) -> None:
     """Shard as TorchTitan does, with experts as modules of their own: torch 2.11 has one mesh a module."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
-    ways = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward_policy != "never"}
+    options = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward_policy != "never"}
     for layer in model.layers.values():
         if ep_degree > 1 and layer.moe_enabled:
-            fsdp.fully_shard(layer.moe.routed_experts.inner_experts, mesh=edp_mesh, **ways)
-        fsdp.fully_shard(layer, mesh=dp_mesh, **ways)
-    fsdp.fully_shard(model.tok_embeddings, mesh=dp_mesh, **ways)
+            fsdp.fully_shard(layer.moe.routed_experts.inner_experts, mesh=edp_mesh, **options)
+        fsdp.fully_shard(layer, mesh=dp_mesh, **options)
+    fsdp.fully_shard(model.tok_embeddings, mesh=dp_mesh, **options)
     fsdp.fully_shard(model.lm_head, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=False)
-    fsdp.fully_shard(model, mesh=dp_mesh, **ways)
+    fsdp.fully_shard(model, mesh=dp_mesh, **options)
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is over all tokens already

@@ -294,7 +294,7 @@ def _entry(name: str, found: _Bytes | _Tensor) -> BytesStorageMetadata | TensorS
 
 
 def some_overlap(chunks: Sequence[_Chunk | ChunkStorageMetadata]) -> bool:
-    # along the dimension with the most starts, where the fewest lie side by side: of n ranks one may have n
+    # Sort by the dimension with the most distinct offsets, so that each chunk is compared with few others.
     dims = range(len(chunks[0].offsets)) if chunks else range(0)
     dim = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=0)
     ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dim : dim + 1])

@@ -94,7 +94,7 @@ class StepOptimizer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's master weights and moments by parameter name, counters and scales.
 
-        All share the state's memory; moments that are not in fp32 are encoded FlatShards.
+        Tensors share the state's memory; moments in other formats than fp32 are encoded FlatShards.
         """
         found = {moment: self._entries(moment) for moment in self.rule.all_moments}
         found["main"] = self.main_state()

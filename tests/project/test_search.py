@@ -12,7 +12,7 @@ import pytest
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.plan.costs.rates import Speeds, default_rates
-from graphmoe.plan.pipeline.check import in_flight, peaks
+from graphmoe.plan.pipeline.check import in_flight, largest, peaks
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.simulate import Costs
 from graphmoe.plan.rules import check, resolve
@@ -373,6 +373,12 @@ def test_two_micro_batches_for_each_rank_fill_a_pipeline(name):
             assert [*map(set, in_flight(short))] == [*map(set, in_flight(long))], (ranks, stages, overlap)
 
 
+def held(moments):
+    """The most activations by stage, before their dgrad or wgrad."""
+    halves = ((each[: len(each) // 2], each[len(each) // 2 :]) for each in moments)
+    return {*largest(tuple(map(sum, zip(*pair, strict=True))) for pair in halves)}
+
+
 @pytest.mark.parametrize("ratio", [(1, 1, 0.5), (1, 2.2, 0.3), (1, 1.3, 2.1), (1, 1.6, 0.9)])
 @pytest.mark.parametrize(
     "name, paired",
@@ -386,7 +392,9 @@ def test_short_tables_that_follow_costs_stand_for_long_ones(name, paired, ratio)
         costs = replace(costs, forward=tuple(c * (1 + i % 3 / 4) for i, c in enumerate(costs.forward)))
         asked = {"costs": costs, "stands_for": 7 * num_ranks, "overlap": paired}
         short, long = (make_table(name, num_ranks, each * num_ranks, **asked) for each in (fills, 7))
+        assert [*map(held, in_flight(short))] == [*map(held, in_flight(long))]
         sizes = [1 + stage % 4 for stage in range(short.placement.num_stages)]
-        for share in (0.3, 0.6, 1):  # of full recompute, whose wgrads hold more than a forward, it may differ
+        assert peaks(short, sizes) == peaks(long, sizes)
+        for share in (0.3, 0.6, 1):  # more only if all is recomputed; listed layouts have whole tables
             deferred = [share * size for size in sizes]
             assert peaks(short, sizes, deferred) == peaks(long, sizes, deferred)

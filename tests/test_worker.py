@@ -122,7 +122,8 @@ def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_f
 def test_a_port_that_was_taken_meanwhile_is_one_line(monkeypatch):
     taken = socket.create_server(("127.0.0.1", 0))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-    for name, value in {**place, "RANK": "0", "WORLD_SIZE": "2", LAUNCHER_PID: str(os.getppid())}.items():
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", LAUNCHER_PID: str(os.getppid())}
+    for name, value in {**place, **ranks}.items():
         monkeypatch.setenv(name, value)
     with taken, pytest.raises(RunFailed, match="cannot listen at 127.0.0.1:.*the port was free a moment ago"):
         join(config())

@@ -62,7 +62,7 @@ OF_TINY = {
     Model.qwen3_30b_a3b: ("model.num_kv_heads=2", "model.head_dim=16", "model.top_k=2"),
 }  # fmt: skip
 """Keys of size=tiny beside ``TINY``."""
-OF_SIZE = {Size.full: ("data.seq_len=2048", "optim.lr=4e-4"), Size.tiny: ("data.seq_len=64", "optim.lr=1e-3")}
+OF_SIZE = {Size.full: ("data.seq_len=2048", "optim.lr=1e-4"), Size.tiny: ("data.seq_len=64", "optim.lr=1e-3")}
 WORDS = (
     "data=stdlib", "train.global_batch_size=4", "train.micro_batch_size=2", "model.aux_loss=none",
     "model.z_loss_coef=0", *UNREAD,

@@ -10,10 +10,8 @@ import pytest
 # each instruction set in every process (2 to 18 s), and takes 10% longer.
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
-
 LONG = {"distributed", "launch", "runtime", "sweep", "training"}
 """Folders of tests that start processes or compile much."""
-
 
 WORKERS_PER_GPU = 10
 """Each takes up to 7 GB of its GPU, and a core of the host."""

@@ -217,12 +217,11 @@ class _Forwarding(StopSignal):
 
     def to_new_workers(self) -> int:
         """Send SIGTERM to workers that have not got it yet; return the number of all workers."""
-        pids = self._workers()
-        for pid in pids:
-            if pid not in self._told:
-                self._told.add(pid)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+        pids = {*self._workers()}
+        new, self._told = pids - self._told, self._told | pids
+        for pid in new:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         return len(pids)
 
     def asked(self, name: str) -> None:
@@ -270,7 +269,6 @@ def _added_to_environment(variables: Mapping[str, str], one_gpu_each: bool) -> I
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value

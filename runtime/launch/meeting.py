@@ -6,7 +6,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -34,7 +34,7 @@ def store_of_nodes(nodes: Nodes) -> Iterator[None]:
     if nodes.is_first:
         store = _host(endpoint, run, f"launch.endpoint={endpoint}: this node cannot listen there", instead)
     else:
-        _wait(endpoint, "the first node", nodes.address, says=True)
+        _await_host(endpoint, "the first node", nodes.address, says=True)
         store = _join(endpoint, run, instead)
     time.sleep(_TURN_S * store.add(f"{_RUN}/nodes", 1))  # elastic's nodes overwrite one entry, and retry
     yield
@@ -42,17 +42,25 @@ def store_of_nodes(nodes: Nodes) -> Iterator[None]:
 
 
 def store_of_ranks(rank: int, size: int, endpoint: str, run: str, instead: str) -> TCPStore:
-    """Return the ranks' rendezvous store, hosted by rank 0, without a password. *Raises* RunFailed."""
-    run = f"{run or 'without a name'} of {size} ranks"
+    """Return the ranks' store, without a password; rank 0 hosts it and waits for all. *Raises* RunFailed."""
+    run, is_alone = f"{run or 'without a name'} of {size} ranks", LAUNCHER_PID not in os.environ
     if rank == 0:
         store = _host(endpoint, run, f"rank 0 cannot listen at {endpoint}", instead)
     else:
-        one_of_node = os.environ["LOCAL_RANK"] == "0" and LAUNCHER_PID not in os.environ
-        _wait(endpoint, "rank 0", address_towards(endpoint), says=one_of_node)
+        says = is_alone and os.environ["LOCAL_RANK"] == "0"
+        _await_host(endpoint, "rank 0", address_towards(endpoint), says=says)
         store = _join(endpoint, run, instead)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     if store.add(f"{_RUN}/{rank}", 1) > 1:  # two runs without names, which `_join` cannot tell apart
         raise RunFailed(f"two processes claim to be rank {rank} of the run at {endpoint}; {instead}")
+    missing = [*range(size if rank == 0 else 0)][::-1]
+
+    def late() -> str:
+        while missing and store.check([f"{_RUN}/{missing[-1]}"]):
+            missing.pop()
+        return f"rank {missing[-1]} of {size} has not" if missing else ""
+
+    _wait(late, f"all ranks to connect to {endpoint}", says=is_alone)
     return store
 
 
@@ -68,19 +76,21 @@ def _host(endpoint: str, run: str, failed: str, instead: str) -> TCPStore:
     return store
 
 
-def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
-    began, place = time.monotonic(), ", ".join(dict.fromkeys(addresses_of(endpoint)))
-    while why := _refusal(endpoint):
+def _await_host(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
+    place = ", ".join(dict.fromkeys(addresses_of(endpoint))) or "a name without an address"
+    event = f"{who} to listen at {endpoint} ({place}), an address of its node; this node is"
+    _wait(lambda: _refusal(endpoint), f"{event} {own or platform.node()}", says=says)
+
+
+def _wait(problem: Callable[[], str], event: str, *, says: bool) -> None:
+    began = time.monotonic()
+    while why := problem():
         waited = time.monotonic() - began
         if waited > MEETING_S:
-            raise RunFailed(f"{who} did not listen at {endpoint} within {MEETING_S / 60:.0f} minutes ({why})")
+            raise RunFailed(f"waited {MEETING_S / 60:.0f} minutes in vain for {event}: {why}")
         if says and waited > _SILENT_S:
             says = False
-            log.warning(
-                "waiting for %s to listen at %s (%s; %s); this node is %s. Only a node that has the address "
-                "can listen there",
-                *(who, endpoint, place or "a name without an address", why, own or platform.node()),
-            )
+            log.warning("waiting for %s: %s", event, why)
         # signals interrupt this wait, and not torch's own
         time.sleep(_TRY_S)
 

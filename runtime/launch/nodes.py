@@ -284,10 +284,5 @@ def _slurm_hosts(nodes: str) -> list[str]:
 
 
 def _is_this_machine(host: str) -> bool:
-    if host in ("localhost", socket.gethostname(), socket.getfqdn()):
-        return True
-    try:
-        theirs = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return any(address.address in theirs for each in psutil.net_if_addrs().values() for address in each)
+    names = ("localhost", socket.gethostname(), socket.getfqdn())
+    return host in names or any(map(interface_of, addresses_of(f"{host}:0")))
